@@ -1,7 +1,4 @@
-"""Commit, delete and check checkpoint folders, and handle the output folder of a run.
-
-A checkpoint is written to a temporary folder, flushed to the disk, and renamed to ``checkpoint-N`` at the end. So a
-folder ``checkpoint-N`` with a manifest is complete."""
+"""Commit, delete and check checkpoint folders, and handle the output folder of a run."""
 
 from __future__ import annotations
 
@@ -23,20 +20,20 @@ from . import manifest
 from .manifest import MANIFEST, Damaged, Manifest
 from .reading import reading
 
-ASIDE = ".incomplete"  # Folder for incomplete checkpoints. It lies in the run's folder, so that renaming is atomic.
+ASIDE = ".incomplete"  # In the run's folder, so that renaming is atomic.
 DISCARDED = ".discarded"
 REPLACED = ".replaced"
 REFUSED = "refused"
 PROMPTS, SETTINGS = "prompts.json", "run_settings.json"
-# Name patterns of a checkpoint's files that don't belong to the model.
+# Files of a checkpoint that don't belong to the model.
 STATE = (
     "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
     "lengths_*.json", "in_flight_*.records", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
 )  # fmt: skip
 
-# Folder that earlier runs' files are moved to. Transformers doesn't push folders with a leading underscore to the Hub.
+# Transformers doesn't push folders with a leading underscore to the Hub.
 EARLIER = "_earlier"
-# Entries that a run writes into its folder. recipe.yaml isn't listed: it may be the user's, and `_journal` has a copy.
+# A run's files. recipe.yaml isn't listed: it may be the user's, and `_journal` has a copy.
 RECORDS = ("_journal", "_report", "completions", "report.html", "README.md", "reward.png", "trainer_state.json")
 CHECKPOINTS = ("checkpoint-*", "refused-checkpoint-*")
 OF_MODEL = (
@@ -44,21 +41,19 @@ OF_MODEL = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
     "*processor_config.json", "training_args.bin",
 )  # fmt: skip
-SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that prove an earlier run
+SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)
 
 
 def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -> None:
-    """Write the manifest with the entries ``files``, and rename the folder ``aside`` to the checkpoint ``final``. All
-    files must be flushed to the disk already. A folder ``final`` that exists is replaced and deleted, or with
-    ``keeps_old`` (for a damaged folder) renamed to ``refused-checkpoint-N``."""
+    """All files must be flushed to the disk already, because a folder ``checkpoint-N`` with a manifest is complete."""
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
-    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # folders store file names
+    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):
         flush(path)
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
-    if final.exists():  # e.g. a step that is saved twice
+    if final.exists():
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)  # if the process dies before the next line, `sweep` renames `old` back
+        os.rename(final, old)  # `sweep` undoes this if the process dies before the next line
     os.rename(aside, final)
     flush(final.parent)
     if not keeps_old:
@@ -66,7 +61,7 @@ def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -
 
 
 def discard(folder: Path) -> None:
-    """Rename a checkpoint folder, then delete it, so that a half-deleted checkpoint never looks complete."""
+    """Rename a checkpoint first, because a half-deleted one must never look complete."""
     discarded = folder.with_name(f"{DISCARDED}-{folder.name}")
     shutil.rmtree(discarded, ignore_errors=True)
     os.rename(folder, discarded)
@@ -89,10 +84,10 @@ def sweep(run_dir: str | Path) -> None:
 def rotate(
     run_dir: str | Path, limit: int | None, best: str | None, newest: int | None = None, damaged: Collection[int] = ()
 ) -> None:
-    """Delete checkpoints until ``limit`` are left, the oldest first. The newest and the ``best`` one stay, even if the
-    limit is 1. A limit of None or 0 keeps all. ``newest`` is the step that was just saved. Checkpoints of later steps
-    were written before the run resumed at an earlier step, so they are deleted first. ``damaged`` checkpoints don't
-    count and are never deleted, so that the damage can be examined."""
+    """Delete checkpoints until ``limit`` are left, except the newest and the ``best`` one.
+
+    Checkpoints of steps after ``newest``, the step just saved, go first: a run that resumed at an earlier step trains
+    these steps again. ``damaged`` checkpoints don't count and stay, so that the damage can be examined."""
     if limit is None or limit <= 0:
         return
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
@@ -110,16 +105,14 @@ def step_of(folder: str | Path) -> int:
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """Return the steps of a run's complete checkpoints: folders with a manifest, or with `trainer_state.json` (older
-    versions wrote no manifest). Other folders may be half-deleted by transformers."""
+    """Older versions wrote no manifest. Folders with neither file may be half-deleted by transformers."""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
     last_files = (MANIFEST, "trainer_state.json")
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
 
 
 def check(folder: str | Path) -> bool:
-    """Compare all files of a checkpoint with its manifest (sizes and checksums). Raise a ValueError if a file differs.
-    Return False if the checkpoint has no manifest, because an older version wrote it."""
+    """Raise a ValueError if files differ from the manifest. Return whether there is one: older versions wrote none."""
     try:
         files = manifest.read(Path(folder))
         if files is not None:
@@ -130,8 +123,7 @@ def check(folder: str | Path) -> bool:
 
 
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Compare the run's settings with a checkpoint's. Return name -> (value in the checkpoint, present value) for each
-    difference, or {} if the checkpoint has no settings."""
+    """Return name -> (value in the checkpoint, present value) for each difference."""
     path = Path(checkpoint) / SETTINGS
     if not path.is_file():  # an older version wrote the checkpoint
         return {}
@@ -142,8 +134,7 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 
 
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
-    """Read a checkpoint's state of the prompts: the position in a streamed dataset, or a curriculum's record. If the
-    file is missing, raise a ValueError with the words "a dataset that ``otherwise``", e.g. "wasn't streamed"."""
+    """Read a checkpoint's position in a streamed dataset, or a curriculum's record."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
@@ -151,16 +142,13 @@ def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
             "so this run can't continue there. Use that run's dataset settings, or set `ignore_data_skip: true`."
         )
     with reading(checkpoint, PROMPTS):
-        state: dict[str, Any] = json.loads(path.read_text())
-        if not isinstance(state, dict):
-            raise TypeError(f"the file must have a JSON object (not a {type(state).__name__})")
-    return state
+        return dict(json.loads(path.read_text()))
 
 
 def open_to_readers(folder: str | Path) -> None:
     """Give the safetensors files in a folder the default permissions. `save_file` lets only the owner read them."""
     probe = Path(folder, f".mode-{os.getpid()}")
-    probe.touch()  # a new file shows the default mode; reading the umask would change it for all threads
+    probe.touch()  # reading the umask instead would change it for all threads
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(probe.stat().st_mode)
     probe.unlink()
@@ -175,9 +163,7 @@ def flush(path: Path) -> None:
 
 
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
-    """Move an earlier run's records, checkpoints and model to a new folder in `_earlier`, so that no reader mixes two
-    runs. The folder ``model``, which the new run starts from, stays. If it is ``run_dir``, its model files stay. Return
-    the new folder, or None if there was no earlier run."""
+    """Move an earlier run's files to `_earlier`, except the folder ``model``, which the new run starts from."""
     folder = Path(run_dir)
     if not any([*folder.glob(sign)] for sign in SIGNS):
         return None
@@ -188,7 +174,6 @@ def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
 
 
 def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
-    """Move files and folders in a run's folder to a new folder in `_earlier`, named by the time. Return that folder."""
     run_dir = Path(run_dir)
     name, number = time.strftime("%Y-%m-%d_%H%M%S"), 1
     while (aside := run_dir / EARLIER / (name if number == 1 else f"{name}-{number}")).exists():
@@ -201,8 +186,7 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
 
 
 def check_file_system(run_dir: str | Path) -> None:
-    """Check that the file system of a run's folder can rename folders, and change and lengthen files. Mounted buckets
-    often can't. Otherwise raise a ValueError."""
+    """Mounted buckets often can't rename folders, or change files."""
     trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
     renamed = trial.with_name(f"{trial.name}-renamed")
     need = "folders can't be made or renamed"
@@ -231,8 +215,7 @@ def check_file_system(run_dir: str | Path) -> None:
 
 
 def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
-    """Return whether the path ``run_dir`` is a separate folder on each node (False: all nodes share the folder). A
-    collective call. If only some nodes share the folder, a ValueError is raised."""
+    """Return whether the path ``run_dir`` is a separate folder on each node. A collective."""
     if layout.nodes == 1:
         return False
     trial = gather(uuid.uuid4().hex)[0]
@@ -242,7 +225,7 @@ def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
             if layout.leads_node:
                 marks[layout.node].parent.mkdir(parents=True, exist_ok=True)
                 marks[layout.node].touch()
-        # Test each name, because a folder's listing may be outdated in a network file system.
+        # A folder's listing may be outdated in a network file system.
         visible = gather([node for node, mark in enumerate(marks) if mark.exists()])
     finally:
         if layout.leads_node:

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint (`manifest.json`): size and checksum of each file.
 
-The manifest is written after all files, and checked before a run resumes from the checkpoint. The checksum XXH3 (128
-bits) detects damage by disks, networks and copies at the speed of memory. It is no signature, because a program that
-can change the files can also change the manifest."""
+The checksum XXH3 (128 bits) detects damage by disks, networks and copies at the speed of memory. It is no signature:
+whoever changes a file can also change the manifest."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ import xxhash
 
 MANIFEST = "manifest.json"
 VERSION = 1
-LARGEST = 2**24  # Maximum bytes of a manifest, enough for a hundred thousand files.
-CHUNK = 2**24  # Number of bytes that are read or written at one time.
+LARGEST = 2**24  # Maximum bytes of a manifest: enough for a hundred thousand files.
+CHUNK = 2**24
 
 
 class Damaged(ValueError):
-    """A checkpoint's manifest is invalid, or a file differs from it. The text names the first wrong file and why."""
+    """A checkpoint's manifest is invalid, or a file differs from it."""
 
 
 class Entry(NamedTuple):
     size: int
-    checksum: str  # XXH3 checksum of the file (128 bits), in hexadecimal
+    checksum: str  # XXH3 (128 bits), in hexadecimal
 
 
-Manifest = Mapping[str, Entry]  # relative path in the checkpoint's folder, with slashes -> size and checksum
+Manifest = Mapping[str, Entry]  # by relative path, with slashes
 
 
 def entry_of(path: Path) -> Entry:
@@ -42,7 +41,6 @@ def entry_of(path: Path) -> Entry:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the relative paths of all files below a folder, sorted, without the manifest."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name != MANIFEST)
 
@@ -53,8 +51,7 @@ def as_text(files: Manifest) -> str:
 
 
 def read(folder: Path) -> Manifest | None:
-    """Read a checkpoint's manifest. Return None if the file is missing, because an older version wrote the checkpoint.
-    Raise `Damaged` if the manifest is invalid, is of another version, or names a file outside of the folder."""
+    """Read a checkpoint's manifest. None: an older version wrote the checkpoint."""
     path = folder / MANIFEST
     if not path.exists():
         return None
@@ -82,8 +79,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -> None:
-    """Raise `Damaged` if a checkpoint's files differ from the manifest's entries ``files``. Compare the sizes of all
-    files, and the checksums of the files in ``to_read`` (None means all files)."""
+    """Compare the sizes of all ``files``, and the checksums of those in ``to_read`` (None: all)."""
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():

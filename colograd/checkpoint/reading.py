@@ -1,7 +1,7 @@
-"""Validate a checkpoint's files before they are loaded. A damaged file causes one error that names the file.
+"""Validate a checkpoint's files before they are loaded.
 
 Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files of `torch.save` are
-unpickled, with ``weights_only`` and after their sizes were checked, so that a small file can't fill the memory."""
+unpickled, with ``weights_only``. Their sizes are checked first, because a small file could fill the memory."""
 
 from __future__ import annotations
 
@@ -21,29 +21,25 @@ from ..parallel.ranks import RankError, on_all_ranks
 from ..sharding.weight_files import WeightFiles
 
 STATE_FILE = "trainer_state.json"
-LARGEST_JSON = 2**30  # maximum bytes of a JSON file; the log of many thousand steps needs a few million bytes
+LARGEST_JSON = 2**30  # maximum bytes; the log of many thousand steps needs a few million
 PICKLED = ("rng_state*.pth", "optimizer.pt", "scheduler.pt", "scaler.pt")
 JSON = (STATE_FILE, "prompts.json", "lengths_*.json", "model.safetensors.index.json", "adapter_config.json")
-COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # fields of `trainer_state.json` that are counts
+COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")
 
 
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Context manager for code that reads a file ``what`` of a checkpoint. Errors of the code become a ValueError that
-    names the file and the checkpoint. OSError, `RankError`, OutOfMemoryError and plain ValueError aren't changed."""
+    """Turn an unexpected error of the body into a ValueError that names the file ``what`` and the checkpoint."""
     try:
         yield
-    except (RankError, torch.OutOfMemoryError, OSError):
-        raise
     except Exception as error:
-        if type(error) is ValueError:
+        if isinstance(error, RankError | torch.OutOfMemoryError | OSError) or type(error) is ValueError:
             raise
         raise unreadable(checkpoint, what, error) from error
 
 
 @contextmanager
 def loading(checkpoint: str | Path, part: str) -> Iterator[None]:
-    """Context manager for code that loads ``part`` of a checkpoint: `reading`, and an error is raised on all ranks."""
     with on_all_ranks(f"loading {part}"), reading(checkpoint, part):
         yield
 
@@ -58,8 +54,7 @@ def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) ->
 
 
 def look(checkpoint: str | Path) -> None:
-    """Check the format of a checkpoint's JSON, torch and safetensors files without loading tensors. Raise a ValueError
-    if one is wrong."""
+    """Check a checkpoint's files without loading tensors."""
     folder = Path(checkpoint)
     for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:
@@ -78,7 +73,7 @@ def look(checkpoint: str | Path) -> None:
                 with safe_open(path, framework="pt", device="cpu") as tensors:
                     if path.name.startswith("optimizer-"):
                         json.loads((tensors.metadata() or {})["param_groups"])
-            else:  # a small torch file that is compressed, or has false sizes, could fill the memory
+            else:  # a small torch file that is compressed, or claims false sizes, could fill the memory
                 with zipfile.ZipFile(path) as file:
                     entries = file.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -91,8 +86,6 @@ def look(checkpoint: str | Path) -> None:
 
 
 def trainer_state(checkpoint: str | Path) -> TrainerState:
-    """Read a checkpoint's `trainer_state.json` and check the types of its values. Raise a ValueError if the file is
-    missing or a value is wrong."""
     path = Path(checkpoint) / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(path))

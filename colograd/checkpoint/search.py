@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from: the last complete and undamaged checkpoint, or the folder that the user set."""
+"""Find the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def is_wanted(wanted: str | bool | None) -> bool:
 
 
 def is_search(wanted: str | bool | None) -> bool:
-    """Return whether ``resume_from_checkpoint`` is `true` or `auto` (use the last checkpoint), not a folder."""
     return str(wanted).lower() in ("true", "auto")
 
 
@@ -32,8 +31,6 @@ def nothing_left(checkpoint: str, max_steps: int) -> str:
 
 
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:
-    """Return the last checkpoint of a run that has finished (trained ``max_steps`` and saved the model). None if the
-    run hasn't finished, or if ``resume_from_checkpoint`` (``wanted``) isn't `true` or `auto`."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # a run writes this file after the model
         if is_search(wanted) and 0 < max_steps <= state.get("global_step", 0) in complete_steps(run_dir):
@@ -44,12 +41,10 @@ def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int)
 def search(
     wanted: str | bool | None, run_dir: str, layout: RankLayout, nodes_are_apart: bool, console: Console
 ) -> tuple[str | None, set[int]]:
-    """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective call: all ranks take part.
+    """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective.
 
-    If the last checkpoint is requested (`true`, `auto`), damaged checkpoints are skipped with a warning. If the nodes
-    share no file system, the last checkpoint that all nodes have is used. Return the checkpoint's folder (None for a
-    new start), and the steps of damaged checkpoints. Raise a ValueError if the requested checkpoint is missing or
-    damaged, or if all checkpoints are damaged."""
+    Return the folder (None: a new start), and the steps of damaged checkpoints, which a search (`true`, `auto`)
+    skips."""
     damaged: set[int] = set()
     with on_all_ranks("the search for a checkpoint"):
         steps = complete_steps(run_dir)
@@ -58,7 +53,7 @@ def search(
     while True:
         with on_all_ranks("the search for a checkpoint"):
             checkpoint = find_resume(wanted, run_dir, node_steps, damaged)
-        # Use rank 0's result, because on a shared file system ranks may see different folders for a moment.
+        # On a shared file system ranks may see different folders for a moment.
         checkpoint = checkpoint if nodes_are_apart else gather(checkpoint)[0]
         damage = None if checkpoint is None else find_damage(checkpoint, layout, nodes_are_apart, console)
         if checkpoint is None or damage is None:
@@ -74,9 +69,7 @@ def search(
 def find_resume(
     wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None, damaged: Collection[int] = ()
 ) -> str | None:
-    """Return the folder of the checkpoint that ``resume_from_checkpoint`` (``wanted``) requests, or None for a new
-    start. Raise a ValueError if the requested checkpoint doesn't exist. ``steps`` are the steps of complete checkpoints
-    on each node (default: in ``run_dir``). Checkpoints of the steps ``damaged`` are skipped."""
+    """``steps`` has the steps of complete checkpoints per node. None: those in ``run_dir``."""
     if not is_wanted(wanted):
         return None
     text = str(wanted)
@@ -105,7 +98,7 @@ def find_resume(
 
 
 def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, console: Console) -> str | None:
-    """Verify a checkpoint's files, divided among the ranks. Return the first damage, or None. A collective call."""
+    """Return the first damage of the files, which the ranks divide. A collective."""
     folder, damage, files = Path(checkpoint), None, None
     try:
         files = manifest.read(folder)

@@ -1,16 +1,9 @@
 """Signals that stop a run (Ctrl-C and the setting `stop_signals`), and the deadline of such a stop.
 
-The trainer reads `StopSignal.received` at the end of each step. Without a deadline the run stops at the end of the
-round (the optimizer steps between two generations). With a deadline, timers act at two moments, which `schedule`
-computes. At the first moment `is_cut` becomes true: the engine stops between two of its steps, or training between two
-optimizer steps. At the second moment the process ends by force, because a long backward pass, reward function or save
-can't be interrupted. A resumed run continues from the last checkpoint, with scored groups from the rollout log.
-
-Outside of the training, while the trainer is built or a finished model is saved, no step can be finished. Then a
-separate `StopSignal` (`outside_training`) ends all ranks at once.
-
-After a stop with a deadline, the process ends by `StopSignal.end_process`. The interpreter's teardown would take
-seconds, and no timer runs in it, so that the process could outlive its deadline."""
+Without a deadline the run stops at the end of the round (the optimizer steps between two generations). With a deadline
+`is_cut` becomes true first, and later the process ends by force, because a long backward, reward function or save can't
+be interrupted. The process then ends without the interpreter's teardown, which takes seconds and runs no timer. A
+resumed run continues from the last checkpoint and the rollout log."""
 
 from __future__ import annotations
 
@@ -27,32 +20,28 @@ from types import FrameType
 from typing import Any, NoReturn
 
 INTERRUPT = "Ctrl-C"
-REPEATED = 2.0  # Seconds after the first signal in which a signal is ignored: launchers repeat a scheduler's signal.
-RESERVE = 10.0  # Minimum seconds kept for the last checkpoint. If fewer than twice as many are left: half of them.
-MARGIN = 2.0  # Seconds before the deadline at which the process ends by force. At most a fifth of the seconds left.
-TORCHRUN_GRACE = 30.0  # Seconds from SIGTERM to SIGKILL of torchrun's ranks, if its variable isn't set.
-TERMINATED = 143  # Exit status of a process that SIGTERM ended, 128 + 15.
-# A scheduler that restarts a job by its exit status, or counts status 0 as success, sets a variable with this prefix.
+REPEATED = 2.0  # Seconds in which further signals are ignored: launchers repeat a scheduler's signal.
+RESERVE = 10.0  # Seconds reserved for the last checkpoint, see `schedule`.
+MARGIN = 2.0  # Seconds before the deadline at which the process ends by force, see `schedule`.
+TORCHRUN_GRACE = 30.0  # Default seconds from SIGTERM to SIGKILL of torchrun's ranks.
+TERMINATED = 143  # 128 + SIGTERM
+# These schedulers restart a job by its exit status, or count status 0 as success.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
 
 
 def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
-    """Return the exit status after a stop: `exit_status_after_stop`, or 143 under a scheduler and 0 elsewhere."""
     if setting is not None:
         return setting
     return TERMINATED if any(name.startswith(SCHEDULERS) for name in environ) else 0
 
 
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
-    """Return the seconds until the process must have ended. None means that no limit is known.
+    """Return the seconds until the process must have ended. None: no known limit. ``now`` is in seconds since 1970.
 
-    Slurm sets a variable with the time of a job's end, which is the limit after an early warning
-    (``--signal=USR1@120``). Neither Slurm nor Kubernetes sets a variable with the seconds between SIGTERM and SIGKILL.
-    torchrun waits `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, or as its option ``--shutdown-timeout`` sets, but ranks
-    can't see the option. So ``stop_within`` replaces torchrun's limit. ``now`` is in seconds since 1970."""
+    Slurm sets the time of a job's end. Slurm and Kubernetes set no seconds between SIGTERM and SIGKILL. Ranks can't see
+    torchrun's option ``--shutdown-timeout``."""
     end = environ.get("SLURM_JOB_END_TIME", "")
-    limits = [float(end) - now] if end.isdigit() else []
-    limits = [limit for limit in limits if limit > 0]
+    limits = [float(end) - now] if end.isdigit() and float(end) > now else []
     if stop_within is not None:
         limits.append(stop_within)
     elif "TORCHELASTIC_RUN_ID" in environ and name == "SIGTERM":
@@ -61,8 +50,7 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
 
 
 def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
-    """Return after how many seconds sampling or training is interrupted, and after how many the process is killed, if
-    the deadline is in ``seconds``, and the last checkpoint took ``save_seconds``."""
+    """Return after how many of ``seconds`` the round is interrupted, and the process killed."""
     reserve = max(RESERVE, 2 * save_seconds)
     return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
@@ -70,44 +58,35 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first signal, so that the trainer can write a checkpoint before it stops, and keeps the deadline.
 
-    A second signal after more than `REPEATED` seconds ends the process at once. A second Ctrl-C raises
-    KeyboardInterrupt. If several `StopSignal`s have a signal in `names`, only the one installed last gets it.
+    A second Ctrl-C raises KeyboardInterrupt. Any other signal after more than `REPEATED` seconds ends the process.
+    ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds to the deadline. ``status``: exit status."""
 
-    Args:
-        speaks: whether to answer Ctrl-C with a line, because the run ends only after the present round.
-        names: signals that stop the run in addition to Ctrl-C.
-        stop_within: seconds from a signal to the end of the process. None: the limit of Slurm or torchrun, if any.
-        status: exit status after a stop."""
-
-    save_seconds = 0.0  # Seconds that the last checkpoint took.
-    why = "as its time is over"  # Reason in the message of a process that ends by force.
+    save_seconds = 0.0
+    why = "as its time is over"
 
     def __init__(
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
         status: int = 0,
     ) -> None:  # fmt: skip
         self.status = status
-        self.tell: Callable[[str, float], None] = lambda name, seconds: None  # Sends the seconds left to other ranks.
-        self.leave: Callable[[], None] = lambda: None  # Tells other ranks that the end of this rank is no failure.
+        # Sends a signal's name and the seconds left to the other ranks.
+        self.tell: Callable[[str, float], None] = lambda name, seconds: None
+        self.leave: Callable[[], None] = lambda: None  # Tells other ranks that this rank's end is no failure.
         self._speaks, self._stop_within = speaks, stop_within
         self.names: dict[int, str] = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
         self._timers: list[threading.Timer] = []
         self._reset()
 
     def _reset(self) -> None:
-        self.received = ""  # Name of the first signal of this rank, or another rank's that this rank knows of.
-        self.is_cut = False  # Whether sampling or training must be interrupted now.
-        self._noticed = False  # Whether this process received a signal.
-        self._first = float("inf")  # Times by `time.monotonic`: of the first signal, and of the deadline.
+        self.received = ""  # Name of the first signal that this rank knows of.
+        self.is_cut = False  # Whether the round must be interrupted now.
+        self._noticed = False
+        self._first = float("inf")
         self.forget_deadline()
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
-        """Return a `StopSignal`, installed, that ends the process and the other ranks at the first signal.
-
-        Ctrl-C still raises KeyboardInterrupt, and signals that the user's script handles keep its handlers. The object
-        refers to nothing of the trainer, so that a trainer that is never closed can be freed. ``tell`` sends the
-        signal's name and the seconds left (0) to the other ranks."""
+        """Return an installed `StopSignal` that ends all ranks at once. The user's own handlers stay."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {
@@ -119,7 +98,7 @@ class StopSignal:
         return stop
 
     def install(self) -> None:
-        """Install the handlers, once. In a thread other than the main thread none can be installed, so do nothing."""
+        """Only the main thread can install handlers."""
         if threading.current_thread() is not threading.main_thread() or self in _installed:
             self.received = ""
             return
@@ -135,7 +114,7 @@ class StopSignal:
         self._replaced = {number: handler for number, handler in before.items() if handler is not _notice}
 
     def remove(self) -> None:
-        """Restore the previous signal handlers. A deadline that is already set stays in force."""
+        """A deadline stays in force."""
         if self not in _installed:
             return
         later = _installed[_installed.index(self) + 1 :]
@@ -149,10 +128,9 @@ class StopSignal:
             waker, before = _wakeup
             if (present := signal.set_wakeup_fd(before)) != waker.fileno():
                 signal.set_wakeup_fd(present)
-            waker.close()  # The thread that reads from the socket's other end then ends.
+            waker.close()
 
     def forget_deadline(self) -> None:
-        """Cancel the deadline, because the training has finished."""
         self._end_at = float("inf")
         while self._timers:
             self._timers.pop().cancel()
@@ -160,11 +138,10 @@ class StopSignal:
 
     @property
     def has_deadline(self) -> bool:
-        """Whether the process must end at a given time."""
         return self._end_at < float("inf")
 
     def end_process(self) -> NoReturn:
-        """End the process with `status`, or after an exception with 1, without the interpreter's teardown."""
+        """End the process without the interpreter's teardown."""
         self.leave()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -187,7 +164,6 @@ class StopSignal:
                 timer.start()
 
     def take(self, name: str) -> None:
-        """Begin the stop at the first signal. End the process at a signal more than `REPEATED` seconds later."""
         now, first = time.monotonic(), self._first
         seconds: float | None = 0.0
         if now - first <= REPEATED:
@@ -205,8 +181,8 @@ class StopSignal:
         os._exit(self.status)
 
 
-_installed: list[StopSignal] = []  # installed objects, the oldest first
-# The socket that Python's C handler writes each signal's number into, and the previously set descriptor.
+_installed: list[StopSignal] = []
+# Socket that gets each signal's number from Python's C handler, and the previously set descriptor.
 _wakeup: list[Any] = []
 
 
@@ -234,5 +210,5 @@ def _last_of(number: int) -> StopSignal | None:
     return next((stop for stop in reversed(_installed) if number in stop.names), None)
 
 
-# A forked child gets the handlers that the process had before, so that a pool can end its workers by SIGTERM.
+# A forked child gets the previous handlers, so that a pool can end its workers by SIGTERM.
 os.register_at_fork(after_in_child=lambda: [*map(StopSignal.remove, reversed(_installed[:]))])

@@ -1,8 +1,8 @@
-"""Write checkpoints, if possible in a thread while training continues. A checkpoint folder exists only with all files.
+"""Write checkpoints, if possible in a thread while training continues.
 
-A thread of each rank writes the rank's files, from copies in memory (`Image`) or from temporary files. A leading rank
-(rank 0, or one rank per node if nodes share no file system) waits until all ranks have reported, writes the manifest,
-and renames the folder. Ranks report through the process group's store, and exchange the final result after a step."""
+Each rank's thread writes the rank's files, from copies in memory (`Image`) or from temporary files. A leading rank
+(rank 0, or one rank per node if nodes share no file system) waits for the reports of all ranks, writes the manifest,
+and renames the folder. Reports go through the process group's store."""
 
 from __future__ import annotations
 
@@ -33,25 +33,22 @@ from ..runtime.page_locked import host_pages
 from . import folders, manifest
 from .manifest import CHUNK, Entry
 
-ALONE = 5.0  # Seconds that a rank which ends by an error waits for other ranks' reports of their files.
-LONGEST = 900.0  # Maximum seconds that the end of a run waits for a checkpoint to be written.
-EVERY = 30.0  # Seconds between two messages about waiting for a save.
-POLL = 0.05  # Seconds between two checks for a different rank's report in the store.
-SPARE = 0.8  # Maximum fraction of the free host memory for copies of a checkpoint's tensors.
+ALONE = 5.0  # Seconds that a rank which ends by an error waits for other ranks' reports.
+LONGEST = 900.0  # Maximum seconds that the end of a run waits for a checkpoint.
+EVERY = 30.0  # Seconds between two messages.
+POLL = 0.05  # Seconds between two looks into the store.
+SPARE = 0.8  # Maximum fraction of the free host memory for copies of tensors.
 
-ALIGNED = 64  # the first tensor in a file begins at a multiple of this number of bytes
+ALIGNED = 64  # bytes; the first tensor in a file begins at a multiple of them
 NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 
 _numbers = itertools.count(1)  # all ranks create the `Writer` objects in equal order, so their numbers agree
 
 
 class Image:
-    """The bytes of one safetensors file in host memory: the header, followed by the tensors. ``layout`` is the header
-    without offsets.
+    """The bytes of one safetensors file in host memory. ``layout`` is the header without offsets.
 
-    Training waits only while tensors are copied into images. `HostFiles` reuses an image for the next save if the
-    layout is equal, because allocating memory takes longer than copying. For a GPU the memory is page-locked: all
-    copies are queued, and training waits once at the end."""
+    `HostFiles` reuses images of equal layout, because allocating memory takes longer than copying."""
 
     def __init__(
         self, layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
@@ -75,7 +72,7 @@ class Image:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into the image, except the image's own views. `HostFiles.take` waits for copies from a GPU."""
+        """Copies from a GPU may go on until `HostFiles.take`."""
         for name, place in self.tensors.items():
             if place.numel() and tensors[name].data_ptr() != place.data_ptr():
                 place.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -86,19 +83,17 @@ class Image:
 
 
 class HostFiles:
-    """The safetensors files of one rank in host memory, by file name. The tensors come from ``device``."""
-
     def __init__(self, device: torch.device | None = None) -> None:
         self.kept: dict[str, Image] = {}
         self._device = device
-        self._present: dict[Path, Image] = {}  # Files written since the last `take`, by path.
-        self._queued = False  # Whether copies from a GPU may still be queued.
+        self._present: dict[Path, Image] = {}
+        self._queued = False
 
     def put(self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Any = None) -> None:
-        """Save tensors as `safetensors.torch.save_file` does, in host memory. `take` waits for copies from a GPU."""
+        """Save tensors as `safetensors.torch.save_file` does, in host memory."""
         path = Path(path)
         layout: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        # Order tensors by falling element size, so that every tensor's offset is a multiple of its element size.
+        # By falling element size, so that every tensor's offset is a multiple of its element size.
         for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
             layout[name] = {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape)}
         if (image := self.kept.get(path.name)) is None or image.layout != layout:
@@ -108,7 +103,6 @@ class HostFiles:
         self._present[path] = image
 
     def take(self) -> dict[Path, Image]:
-        """Wait for copies from a GPU. Return the files that were written since the last call, as path -> `Image`."""
         if self._queued:
             torch.cuda.synchronize()
             self._queued = False
@@ -116,8 +110,7 @@ class HostFiles:
         return images
 
     def places(self, name: str) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of a file in host memory, from the last `put` of this name. Tensors that are written into
-        these views need no copy in the next `put`."""
+        """Return views of a file's tensors. Values in these views need no copy in the next `put`."""
         return self.kept[name].tensors if name in self.kept else {}
 
     @property
@@ -127,10 +120,8 @@ class HostFiles:
 
 @contextlib.contextmanager
 def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Context manager that changes ``model.save_pretrained`` in two ways. Every rank that passes `is_main_process`
-    writes files, because nodes may have separate folders (in transformers only rank 0 writes). ``write`` replaces
-    `safetensors.torch.save_file`."""
-    original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack `safe_save_file`
+    """Let every rank that passes `is_main_process` write files, because nodes may have separate folders."""
+    original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack it
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
     if write is not None and original is not None:
         modeling_utils.safe_save_file = write
@@ -143,7 +134,6 @@ def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterato
 
 
 def write_bytes(content: bytes | memoryview, path: Path) -> Entry:
-    """Write a file and flush it to the disk. Return its size and checksum, for the manifest."""
     digest = xxhash.xxh3_128()
     with path.open("wb", buffering=0) as file:
         done = 0
@@ -156,28 +146,28 @@ def write_bytes(content: bytes | memoryview, path: Path) -> Entry:
     return Entry(len(content), digest.hexdigest())
 
 
-Source = Image | bytes | Path  # the content of a checkpoint's file, or the path of a file to move
+Source = Image | bytes | Path  # content of a file, or the path of a file to move
 
 
 class PartFailed(RuntimeError):
-    """A rank couldn't write its files of a checkpoint. The text is the rank's error message."""
+    """The text is the message of the rank that couldn't write its files."""
 
 
 @dataclass
 class Save:
     step: int
-    final: Path  # Folder that the complete checkpoint gets (`checkpoint-N`).
-    aside: Path  # Temporary folder that the files are written into.
-    sources: Mapping[str, Source]  # Path in the checkpoint -> content, for the files that this rank writes.
+    final: Path
+    aside: Path
+    sources: Mapping[str, Source]  # This rank's files, by path in the checkpoint.
     leads: bool  # Whether this rank writes the manifest and renames the folder.
-    leaders: Sequence[int]  # Ranks that rename a folder: rank 0, or one rank per node if nodes share no file system.
-    members: Sequence[int]  # Ranks that write files into this folder.
-    afterwards: Callable[[], None]  # Called on a leading rank when the folders of all nodes are complete.
-    keeps_old: bool = False  # Whether to keep an existing, damaged folder ``final`` under a new name.
+    leaders: Sequence[int]
+    members: Sequence[int]
+    afterwards: Callable[[], None]  # Called when the folders of all nodes are complete.
+    keeps_old: bool = False  # Whether an existing, damaged folder ``final`` is renamed, not deleted.
     started: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
     ended: float = 0.0
-    error: str = ""  # Error message of this rank's save, or "".
+    error: str = ""
 
     @property
     def seconds(self) -> float:
@@ -185,15 +175,13 @@ class Save:
 
 
 class Writer:
-    """Writes a run's checkpoints, at most one at a time, in the background or while training waits."""
-
     def __init__(self) -> None:
         self.present: Save | None = None
         self._name = f"colograd/notes/{next(_numbers)}"
         self._store: dist.Store = dist.HashStore()
-        self.number = 1  # Number of the next save, a part of folder names and keys.
-        self._keys: list[str] = []  # Keys of this rank's reports in the store.
-        self._deadline = float("inf")  # Time until which this rank waits for reports of other ranks.
+        self.number = 1
+        self._keys: list[str] = []
+        self._deadline = float("inf")  # for the reports of other ranks
 
     def begin(self, save: Save, in_background: bool) -> None:
         number, self.number = self.number, self.number + 1
@@ -209,13 +197,12 @@ class Writer:
             self._run(save, number)
 
     def state(self) -> str | None:
-        """Return this rank's result of the present save: an error message, "" (success or no save), or None (runs)."""
+        """Return an error message, "" (success or no save), or None (the present save still runs)."""
         if self.present is None:
             return ""
         return self.present.error if self.present.done.is_set() else None
 
     def wait(self, say: Callable[[str], None], limit: float | None = None) -> None:
-        """Wait until this rank's part of the present save is done, or for ``limit`` seconds (default: `_longest`)."""
         save = self.present
         until = time.monotonic() + (_longest() if limit is None else limit)
         while save is not None and not save.done.wait(max(0.0, min(EVERY, until - time.monotonic()))):
@@ -224,8 +211,7 @@ class Writer:
             say(f"checkpoints: {save.final.name} is still being written, after {save.seconds:.0f} s: waiting for it")
 
     def finish_alone(self) -> bool:
-        """Finish the present save although other ranks may have died: write this rank's files, and wait `ALONE` seconds
-        for the reports of other ranks. Return False if the save doesn't end in time."""
+        """Write this rank's files, although other ranks may have died. Return False if that takes too long."""
         if self.present is None:
             return True
         self._deadline = time.monotonic() + ALONE
@@ -233,11 +219,9 @@ class Writer:
         self.present = None
         return done
 
-    # Methods that run in the thread that writes the files, or in the training thread if training waits.
-
     def _run(self, save: Save, number: int) -> None:
         try:
-            if save.leads:  # delete the remains of failed saves
+            if save.leads:
                 for folder in set(save.aside.parent.glob("checkpoint-*")) - {save.aside}:
                     shutil.rmtree(folder, ignore_errors=True)
             try:
@@ -254,7 +238,6 @@ class Writer:
             save.done.set()
 
     def _complete(self, save: Save, number: int) -> None:
-        """On a leading rank: wait for all ranks' reports, commit the folder, and wait for the other nodes' folders."""
         try:
             notes = [self._read(f"{number}/written", other) for other in range(world_size())]
             for other, note in enumerate(notes):
@@ -274,13 +257,11 @@ class Writer:
         save.afterwards()
 
     def _leave(self, subject: str, note: Any) -> None:
-        """Write a report (a JSON value) for the other ranks to the process group's store, because this thread must not
-        take part in the training thread's collectives."""
+        """Report to the other ranks through the store: this thread must not meet the training thread's collectives."""
         self._keys.append(f"{self._name}/{subject}/{rank()}")
         self._store.set(self._keys[-1], json.dumps(note))
 
     def _read(self, subject: str, of: int) -> Any:
-        """Wait for rank ``of``'s report on ``subject``, up to the deadline or `ddp_timeout`, and return the report."""
         key, started = f"{self._name}/{subject}/{of}", time.monotonic()
         while not self._store.check([key]):  # `get` would block the store for the training thread
             until = started + time_limit().total_seconds()
@@ -292,8 +273,7 @@ class Writer:
 
 
 def _longest() -> float:
-    """Return the maximum seconds to wait for a save: `LONGEST`, or half of a collective's time limit if that is less,
-    because the other ranks wait for this rank in the next collective."""
+    """Half of a collective's time limit at most, because the other ranks wait in the next collective."""
     return min(LONGEST, time_limit().total_seconds() / 2) if world_size() > 1 else LONGEST
 
 
@@ -313,8 +293,7 @@ def _text(error: BaseException) -> str:
 
 
 def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
-    """Return the reason why training must wait while a checkpoint is written, or "" if a thread can write it.
-    ``copies`` is the bytes of this rank's tensors. Buffers of ``held`` bytes exist already, from an earlier save."""
+    """Return why training must wait for a save, or "". Bytes: ``copies`` of tensors, ``held`` in existing buffers."""
     if not config.save_in_background:
         return "save_in_background is false"
     if config.push_to_hub and config.hub_strategy != HubStrategy.END:

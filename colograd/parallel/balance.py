@@ -1,8 +1,7 @@
-"""Assign scored groups to the ranks that train them, so that all ranks take about equally long.
+"""Assign scored groups to ranks, so that all ranks train about equally long.
 
-A step is as slow as its slowest rank, and completion lengths differ between ranks. Losses have the whole step's
-denominator and gradients are summed, so training a group on a different rank changes only rounding. Ranks that train
-each row together (tensor or sequence parallel) are a team: they get the same groups and count as one rank."""
+A team is the ranks that train each row together. A block is the fewest consecutive ranks with whole teams and
+engines."""
 
 from __future__ import annotations
 
@@ -15,22 +14,19 @@ from ..batch import ScoredGroup
 from ..runtime.sizes import size_of
 from .ranks import deliver, gather, rank
 
-Place = tuple[int, int]  # Identifies a group: (rank that sampled the group, index among that rank's groups).
-MIN_GAIN = 0.1  # `plan` moves groups only if this saves more than this fraction of the slowest team's cost.
+Place = tuple[int, int]  # (rank that sampled a group, index among that rank's groups)
+MIN_GAIN = 0.1  # Fraction of the slowest team's cost that moves must save at least.
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """Return the attention cost of one query-key pair, in units of the cost of one token in all matrix products. (A
-    pair takes 4 * heads * head_dim FLOPs per layer, a token 2 FLOPs per parameter.)"""
+    """Return a pair's cost in tokens: it takes 4 * heads * head_dim FLOPs per layer, and a token 2 per parameter."""
     layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
     size = size_of(config, "head_dim") or size_of(config, "hidden_size") // max(heads, 1)
     return 2.0 * layers * heads * size / max(num_parameters, 1)
 
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
-    """Return the cost of training a group, in tokens: the number of tokens, plus ``pair`` (the cost of a query-key
-    pair in tokens, see `pair_cost`) for each query-key pair in attention. With ``share_prompts`` each distinct prompt
-    counts once per group, not once per completion."""
+    """Return the cost of training a group, in tokens. ``pair`` is the cost of a query-key pair in tokens."""
     rollouts = group.group.rollouts
     sizes = [(one.context, one.length) for rollout in rollouts for one in rollout.segments]
     if not share_prompts:
@@ -41,11 +37,8 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Assign each group to the least loaded team (ranks that train rows together) in the group's block. A block is the
-    smallest number of consecutive ranks that has only whole teams and whole vLLM engines. ``costs`` has a list per
-    rank: the cost of each group that the rank sampled. A rank's costliest groups are assigned first. Return a list per
-    team: (rank that sampled the group, index among that rank's groups) of each group."""
-    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # Number of teams in a block.
+    """Return places per team. A group goes to the least loaded team in the block that sampled the group."""
+    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
     for owner, row in enumerate(costs):
@@ -58,8 +51,7 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Assign groups as `share_out` does. Then move or swap groups between the slowest and the fastest team (ranks that
-    train rows together) until the gap is below 1 % or no move narrows it. Undo moves that save less than `MIN_GAIN`."""
+    """Improve `share_out` by moves and swaps between the slowest and the fastest team, if they save over `MIN_GAIN`."""
     initial = share_out(costs, ranks_per_engine, ranks_per_row)
     assigned, cost_of = [list(row) for row in initial], dict[Place | None, float]({None: 0.0})
     cost_of |= {(owner, index): each for owner, row in enumerate(costs) for index, each in enumerate(row)}
@@ -68,7 +60,7 @@ def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_
     for _ in range(sum(len(row) for row in costs)):
         slow, fast = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[slow] - loads[fast]
-        # A swap of `give` (slow team's group) for `take` (fast team's) changes the gap by twice their cost difference.
+        # A swap of `give` for `take` changes the gap by twice their cost difference.
         pairs = itertools.product(assigned[slow], (None, *assigned[fast]))
         options = [(cost_of[give] - cost_of[take], give, take) for give, take in pairs]
         useful = [option for option in options if 0.0 < option[0] < gap]
@@ -89,11 +81,7 @@ def balance(
     groups: Sequence[ScoredGroup], pair: float, share_prompts: bool, ranks_per_engine: int = 1,
     between_engines: bool = True, ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:  # fmt: skip
-    """Send scored groups between ranks, so that each rank gets the groups that it trains. A collective call.
-
-    A block is the smallest number of consecutive ranks with only whole teams and whole vLLM engines. Without
-    ``between_engines`` each group stays in its block. Return the groups that this rank trains, and the number of them
-    that come from another block."""
+    """Return the groups that this rank trains, and the number of them that come from another block. A collective."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]
@@ -103,8 +91,7 @@ def balance(
 
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
-    """Send groups between ranks, and return the groups that this rank trains. A collective call. ``assignment``, equal
-    on all ranks, lists the groups for each rank: (rank that sampled the group, index among that rank's groups)."""
+    """``assignment`` has a list of places per rank, and is equal on all ranks."""
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]

@@ -1,13 +1,7 @@
-"""End all ranks together if one rank fails or dies while other ranks wait in a collective for this rank.
+"""End all ranks together if one rank fails while other ranks wait in a collective.
 
-`on_all_ranks` (in `ranks`) exchanges errors between collectives only, and a rank that waits in a collective can't be
-woken. So each rank keeps a TCP connection to rank 0. Both ends send signs of life (short messages every few seconds).
-Each end learns of four kinds of failure. A rank that raises an error, or makes no progress (see `watchdog`), reports
-the failure. If a process dies, the system closes the connection. If a machine is lost, the connection times out. If a
-process is stopped, its signs of life end. Rank 0 then sends a message about the failure to all other ranks. Each rank
-that waits for the failed rank ends by itself, or by force after at most `GRACE` seconds.
-
-A process has a `FailureDetector` from the first `ends_together` to `leave`. A run of one rank has only a watchdog."""
+A rank that waits in a collective can't be woken. So each rank has a TCP connection to rank 0, which passes failures on
+to all ranks. Each rank that waits for a failed rank then ends, by force after at most `GRACE` seconds."""
 
 from __future__ import annotations
 
@@ -34,22 +28,20 @@ from . import watchdog
 from .ranks import RankError, part, rank, time_limit, world_size
 
 GRACE = 10.0  # Maximum seconds until ranks that wait for a failed rank are ended by force.
-GRACE_OF_HANGING = 5.0  # Seconds in place of GRACE if a rank made no progress, because other ranks have waited already.
-DELIVERY = 0.5  # Seconds from a hanging rank's last message to the end of its process, to deliver the message.
-CAUSE = 5.0  # Maximum seconds to wait for a connection, for a send, or for the reason of a lost connection.
+GRACE_OF_HANGING = 5.0  # GRACE after a rank that made no progress, because other ranks have waited already.
+DELIVERY = 0.5  # Seconds from a hanging rank's last message to the end of its process.
+CAUSE = 5.0  # Maximum seconds for a connection, for a send, and for the reason of a lost connection.
 SILENCE = 30  # Maximum seconds without an answer until a machine counts as lost.
 LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
-GONE = ""  # Value of `Fault.body` if the rank's process has ended or makes no progress.
+GONE = ""  # `Fault.body` of a rank whose process has ended or makes no progress.
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The failure of a rank, as ranks send it to each other."""
-
     rank: int
-    body: str  # The rank's last section (code in `ends_together`), e.g. "training 3". GONE: see the constant.
+    body: str  # Last section of the rank, e.g. "training 3", or GONE.
     text: str
-    hangs: bool = False  # True if the process still exists, but makes no progress.
+    hangs: bool = False  # Whether the process still exists, but makes no progress.
 
 
 _present: FailureDetector | None = None
@@ -59,12 +51,7 @@ _numbers = itertools.count(1)  # all ranks create failure detectors in equal ord
 
 @contextlib.contextmanager
 def ends_together(what: str) -> Iterator[None]:
-    """Decorate a function that all ranks run together, so that the function ends on all ranks if one rank fails.
-
-    A rank fails if it raises an error, dies, or makes no progress for `rank_timeout` seconds. On each other rank that
-    is still in the function, the function then raises `RankError` with a message about the failure, or the process ends
-    by force. If a decorated function calls another decorated function, the inner call is a part of the outer function.
-    ``what`` names the function in messages, such as "training"."""
+    """Make all ranks leave a function together: if one rank fails, the others raise `RankError` or end by force."""
     global _present
     if world_size() > 1 and _present is None:
         atexit.unregister(part)  # register `part` before `leave`, because atexit calls the last function first
@@ -77,16 +64,12 @@ def ends_together(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Context manager: report an error in the body to the other ranks at once, not when it leaves `ends_together`.
-
-    Use it where the other ranks wait for the result of the body. An error that follows from another rank's failure is
-    not reported. ``what`` names the body in messages."""
+    """Report an error to the other ranks at once, because they wait for the body's result."""
     try:
         yield
-    except RankError:
-        raise  # a `RankError` is known to all ranks already
     except Exception as error:
-        if _present is not None and not is_lost_connection(error):  # a lost connection means that another rank failed
+        another_failed = isinstance(error, RankError) or is_lost_connection(error)
+        if _present is not None and not another_failed:
             _present.report(what, error)
         raise
 
@@ -95,13 +78,12 @@ stop_listeners: list[Callable[[str, float], None]] = []  # called with a signal'
 
 
 def tell_stop(name: str, seconds: float) -> None:
-    """Make all other ranks call their `stop_listeners` with a signal's name and the seconds until the run must end."""
     if _present is not None:
         _present.send(stop=name, seconds=seconds)
 
 
 def leave() -> None:
-    """End the failure detection until the next `ends_together`: no collective follows, and ranks may end any time."""
+    """End the failure detection until the next `ends_together`, because ranks may now end at any time."""
     global _present
     if _present is not None:
         atexit.unregister(_present.leave)
@@ -110,7 +92,6 @@ def leave() -> None:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a collective of torch, which fails e.g. if another rank's process is gone."""
     text = str(error)
     names_library = "/gloo/" in text or "NCCL" in text or "ProcessGroup" in text
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and names_library)
@@ -118,30 +99,24 @@ def is_lost_connection(error: BaseException) -> bool:
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """A connection between rank 0 and another rank, with the state that one end keeps of the rank at the other end."""
-
     connection: socket.socket
-    rank: int  # Index of the rank at the other end.
-    last_words: str = ""  # Text of the last failure that the rank at the other end reported of itself.
-    stage: str = "the start"  # Work that the rank at the other end named in its last sign of life (short message).
-    silence: float = 0.0  # Seconds since the other end's last sign of life. -inf if its silence was reported.
+    rank: int
+    last_words: str = ""
+    stage: str = "the start"
+    silence: float = 0.0  # Seconds in sections since the rank's last sign of life. -inf: reported already.
 
     def send(self, **message: Any) -> None:
-        """Send a message as a line of JSON."""
-        with contextlib.suppress(OSError):  # the thread that reads the other end's messages detects a lost connection
+        with contextlib.suppress(OSError):  # the thread that reads this link detects a lost connection
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def send_fault(self, fault: Fault) -> None:
-        # A rank that made no progress must also get the report of its own failure, because it may continue later.
+        # A rank without progress gets its own failure too, because it may continue later.
         if self.rank != fault.rank or fault.hangs:
             self.send(**asdict(fault))
 
 
 class FailureDetector:
-    """Reports failures of this rank to the other ranks, and ends this process if it waits for a rank that failed.
-
-    Rank 0 has a link to each other rank, and sends the failures that it receives to all other ranks. Each other rank
-    has one link, to rank 0."""
+    """Rank 0 has a link to each other rank, and each other rank has one link, to rank 0."""
 
     def __init__(self) -> None:
         self.rank = rank()
@@ -150,13 +125,13 @@ class FailureDetector:
         self._key = f"colograd/watch/{next(_numbers)}"
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
-        self._counts: collections.Counter[str] = collections.Counter()  # How often each section ran.
-        self._section = ""  # Last section (code that all ranks run together) and its number, e.g. "training 3".
-        self._inside = ""  # Name of the section that runs now, or "".
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._section = ""
+        self._inside = ""
         self._has_left = False
         self._links: list[_Link] = []
-        self._sockets: list[socket.socket] = []  # All sockets, to shut down in `leave`.
-        self._told: list[Fault] = []  # All failures that were sent, to send to ranks that connect later.
+        self._sockets: list[socket.socket] = []
+        self._told: list[Fault] = []  # Failures to send to ranks that connect later.
         self._sending = threading.Lock()
         self._is_connected = threading.Event()
         self._watchdog = watchdog.Watchdog(self._end_hanging, self._exchange_signs)
@@ -167,23 +142,19 @@ class FailureDetector:
             family = socket.AF_INET6 if dual else socket.AF_INET
             server = socket.create_server((host, 0), family=family, dualstack_ipv6=dual)
             self._sockets.append(server)
-            token = secrets.token_hex(16)  # secret of this run, because any program can connect to the port
+            token = secrets.token_hex(16)  # any program can connect to the port
             address = f"{host or os.environ['MASTER_ADDR']} {server.getsockname()[1]} {token}"
             dist.distributed_c10d._get_default_store().set(self._key, address)
             _start(self._accept, server, token)
         else:
             _start(self._connect)
-            # Wait for the connection, because rank 0 can't detect the death of a rank that hasn't connected. Wait for
-            # at most CAUSE seconds, because rank 0 may start much later.
+            # Rank 0 can't detect the death of a rank that hasn't connected. Rank 0 may start much later than CAUSE.
             self._is_connected.wait(CAUSE)
         self._watchdog.start()
 
-    # Methods that the training thread calls.
-
     @contextlib.contextmanager
     def body(self, what: str) -> Iterator[None]:
-        """Run a section (code that all ranks run together, and that ends on all ranks if one rank fails). A section
-        inside a section is part of the outer section."""
+        """Run a section: code that all ranks run together. A section inside a section is part of the outer one."""
         if self._inside:
             watchdog.progress(what)
             yield
@@ -197,7 +168,7 @@ class FailureDetector:
             with self._watchdog.inside(what):
                 yield
         except RankError:
-            raise  # a `RankError` is known to all ranks already
+            raise
         except BaseException as error:
             if is_lost_connection(error):
                 with self._changed:
@@ -211,23 +182,18 @@ class FailureDetector:
                 self._inside = ""
 
     def report(self, what: str, error: BaseException) -> None:
-        """Send an error of this rank to all other ranks. ``what`` names the code that raised, such as "training"."""
         text = f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
         self._tell(Fault(self.rank, self._section, text))
 
     def send(self, **message: Any) -> None:
-        """Send a message from rank 0 to all other ranks, or from another rank to rank 0."""
         with self._sending:
             for link in self._links:
                 link.send(**message)
 
     def _fault(self) -> Fault | None:
-        """Return the first failure that concerns this rank's last section (code that all ranks run together): the
-        failed rank raised an error in that section, has ended, or makes no progress. None without such a failure."""
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def leave(self) -> None:
-        """Send other ranks the uncaught exception that ends this process, if any, and a goodbye. Close the links."""
         error = getattr(sys, "last_value", None)  # the uncaught exception that ends the process
         if error is not None:
             self._tell(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
@@ -238,10 +204,7 @@ class FailureDetector:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # `close` wouldn't wake the thread that reads or accepts
 
-    # Methods that other threads of this process call.
-
     def _tell(self, fault: Fault) -> None:
-        """Send a rank's failure from rank 0 to all other ranks, or from another rank to rank 0."""
         self._is_connected.wait(CAUSE)
         with self._sending:
             self._told.append(fault)
@@ -249,8 +212,6 @@ class FailureDetector:
                 link.send_fault(fault)
 
     def _receive(self, fault: Fault) -> None:
-        """Record a rank's failure. If it is the first one that concerns the present section (see `_fault`), start a
-        thread that ends this process after the grace period."""
         with self._changed:
             self._faults.append(fault)
             self._changed.notify_all()
@@ -259,7 +220,6 @@ class FailureDetector:
             _start(self._end, fault, section)
 
     def _end(self, fault: Fault, section: str) -> None:
-        """End this process by force after the grace period, unless it has finished the awaited ``section`` by then."""
         time.sleep(min(self.grace, GRACE_OF_HANGING) if fault.hangs else self.grace)
         with self._changed:
             waits = self._inside if self._section == section else ""
@@ -268,16 +228,13 @@ class FailureDetector:
             _exit(fault.text + suffix)
 
     def _end_hanging(self, description: str) -> None:
-        """Report that this rank makes no progress to all ranks, then end this process by force."""
         text = f"Rank {self.rank} {description}"
         self._tell(Fault(self.rank, GONE, text, hangs=True))
         time.sleep(DELIVERY)
         _exit(text)
 
     def _exchange_signs(self, passed: float) -> None:
-        """Send a sign of life (a short message) over each link, and report ranks that have sent none for `rank_timeout`
-        seconds. Time (``passed`` seconds since the last call) counts only in code that all ranks run together, where
-        ranks wait for each other."""
+        """Count silence only inside a section, because ranks wait for each other only there."""
         lost, limit = [], watchdog.limit()
         with self._sending:
             for link in self._links:
@@ -295,14 +252,13 @@ class FailureDetector:
             self._receive(fault)
 
     def _accept(self, server: socket.socket, token: str) -> None:
-        """Accept the connections of all other ranks (runs on rank 0), until rank 0 leaves."""
         with server, contextlib.suppress(OSError):
             while True:
                 _start(self._greet, server.accept()[0], token)
 
     def _greet(self, connection: socket.socket, token: str) -> None:
         _prepare(connection, self.silence)
-        # Drop a connection without the run's token in the first message, because it comes from another program.
+        # A connection without the run's token comes from another program.
         broken = contextlib.suppress(ValueError, TypeError, KeyError, OSError)
         with connection, connection.makefile("rb") as lines, broken:
             greeting = json.loads(lines.readline())
@@ -310,8 +266,6 @@ class FailureDetector:
                 self._read(_Link(connection, greeting["rank"]), lines)
 
     def _connect(self) -> None:
-        """Read rank 0's address from the process group's store, connect, and read rank 0's messages. Runs on all other
-        ranks."""
         store = dist.distributed_c10d._get_default_store()
         until = time.monotonic() + time_limit().total_seconds()
         try:
@@ -334,7 +288,6 @@ class FailureDetector:
             self._read(link, lines)
 
     def _read(self, link: _Link, lines: Iterable[bytes]) -> None:
-        """Send earlier failures over a new link. Then read the other rank's messages, until it leaves or is gone."""
         with self._sending:
             self._links.append(link)
             self._sockets.append(link.connection)
@@ -379,19 +332,17 @@ def _start(function: Callable[..., None], *args: Any) -> None:
 
 
 def _prepare(connection: socket.socket, seconds: int) -> None:
-    """Make the system probe the machine at the other end, and close the connection after ``seconds`` without answer.
-    Limit the time of a send to a process that doesn't read."""
+    """Make the system close a connection to a machine that doesn't answer for ``seconds``."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CAUSE), 0))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, seconds // 6)
     options = {"TCP_KEEPIDLE": pause, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}
     for option, value in options.items():
-        if hasattr(socket, option):  # some systems lack some of these socket options
+        if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _exit(message: str) -> NoReturn:
-    """Print an error and end this process by force with status 1, even while a thread waits in a collective."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

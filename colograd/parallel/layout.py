@@ -48,7 +48,6 @@ class RankLayout:
 
     @property
     def data_size(self) -> int:
-        """Number of vLLM engines. Each engine samples an equal number of a step's prompts."""
         return self.world_size // self.ranks_per_engine
 
     @property
@@ -66,7 +65,6 @@ class RankLayout:
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of consecutive ranks that train each row together, with parts of the policy or of the row's tokens."""
         return self.ranks_per_sequence * self.policy_parts
 
     @property
@@ -84,28 +82,24 @@ class RankLayout:
 
     @property
     def nodes(self) -> int:
-        """Number of machines. All machines have equally many ranks."""
         return self.world_size // self.ranks_per_node
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank is the first rank on its machine, and so writes the files that each machine writes once."""
+        """Whether this rank writes the files that each machine writes once."""
         return self.rank % self.ranks_per_node == 0
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank is rank 0, and so writes the files that a run writes once."""
         return self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The machine, local rank and GPU of a rank, read from the launcher's environment variables and the device."""
-
     host: str
     local_rank: int
     ranks_per_node: int
-    device: str = ""  # UUID of the rank's GPU, or "" on a CPU
+    device: str = ""  # UUID of the GPU
 
     @classmethod
     def here(cls, device: torch.device) -> Place:
@@ -114,8 +108,6 @@ class Place:
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """Raise a ValueError if nodes have different numbers of ranks, a node's ranks aren't consecutive, or two ranks
-    share a GPU. ``places`` has all ranks, in rank order."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}
@@ -145,7 +137,6 @@ def check_places(places: Sequence[Place]) -> None:
 
 
 def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
-    """Raise a ValueError if the ranks of a vLLM engine are on different machines."""
     size, on_node = layout.ranks_per_engine, layout.ranks_per_node
     for first in range(0, layout.world_size if size > 1 else 0, size):
         engine_places = places[first : first + size]

@@ -20,24 +20,20 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return the rank of this process, or 0 if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks, or 1 if there is no process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def join(limit: timedelta, backend: str = "gloo") -> None:
-    """Create torch's process group, unless the run has a single rank or the group exists. ``limit`` (`ddp_timeout`) is
-    the time limit of every collective. If a rank doesn't join within ``limit``, a RuntimeError is raised."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized():
         return
     try:
         store, place, size = next(dist.rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
-        # After a restart, torchrun's store may contain addresses of processes that have ended. Use a new prefix.
+        # After a restart, torchrun's store may contain addresses of processes that have ended.
         store = dist.PrefixStore(f"attempt-{attempt()}", store)
         dist.init_process_group(backend, store=store, rank=place, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
@@ -50,21 +46,19 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
 
 
 def attempt() -> int:
-    """Return how many times torchrun has restarted the ranks. If rank 0 (not torchrun's agent) hosts the process
-    group's store, return 0, because nodes' counts may then differ: a node that joins a running job counts from 0."""
+    """Count torchrun's restarts. If rank 0 hosts the store, nodes that join later would count from 0."""
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 
 
 def part() -> None:
-    """Destroy the process group at the end of the process. Otherwise gloo's threads may outlive the interpreter, so
-    that a successful process aborts (status -6). After an uncaught exception do nothing: other ranks may wait."""
+    """Without this, gloo's threads may abort a successful process (status -6). After an error other ranks may wait."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
 
 def time_limit() -> timedelta:
-    """Return the time limit of a collective, which the setting `ddp_timeout` defines."""
+    """Return the time limit of a collective (`ddp_timeout`)."""
     group = dist.group.WORLD
     device = torch.device("cpu") if _has_gloo() else group._device_types[0]
     options = getattr(group._get_backend(device), "options", None)  # MPI process groups have no options
@@ -73,27 +67,24 @@ def time_limit() -> timedelta:
 
 
 class RankError(RuntimeError):
-    """A different rank failed. The text has the failed rank's number and error message."""
+    """A different rank failed. The text has that rank's number and error message."""
 
-    says_all = True  # An uncaught error with this attribute is printed as one line, without a traceback.
+    says_all = True  # such an uncaught error is printed as one line, without a traceback
 
 
 class Stopped(Exception):
     """Sampling or training was interrupted on all ranks, because after a stop signal little time is left."""
 
 
-SHARED = (torch.OutOfMemoryError, Stopped)  # Raised on all ranks if all errors are of these types.
+SHARED = (torch.OutOfMemoryError, Stopped)  # raised on all ranks if all errors are of these types
 
 
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
-    """Context manager for code that all ranks run: if the body raises on one rank, all ranks raise. A collective call.
+    """If the body raises on one rank, raise on all ranks. A collective.
 
-    ``what`` names the body in messages. The body may contain no collective that a failing rank would skip.
-
-    Raises:
-        RankError: a different rank failed. (The failing rank raises its original exception.)
-        torch.OutOfMemoryError, Stopped: raised on every rank if no rank had any other error. `Stopped` has priority."""
+    The failing rank raises its exception, and the other ranks raise `RankError`. If all exceptions have a type in
+    `SHARED`, all ranks raise such a type. The body may contain no collective that a failing rank would skip."""
     failure: BaseException | None = None
     watchdog.progress(what)
     try:
@@ -104,7 +95,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
         shared = next((kind for kind in SHARED if isinstance(failure, kind)), None)
         try:
             reports = gather(None if failure is None else (shared, f"{type(failure).__name__}: {failure}"))
-        except RuntimeError as lost:  # a rank's process is gone: raise this rank's exception if there is one
+        except RuntimeError as lost:  # a rank's process is gone
             raise (failure or lost) from None
         failures = [(other, *report) for other, report in enumerate(reports) if report is not None]
         faults = [f"Rank {other} failed in {what}: {text}" for other, kind, text in failures if kind is None]
@@ -120,7 +111,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
 
 
 def gather(value: T) -> list[T]:
-    """Gather a picklable ``value`` from each rank through host memory, in rank order. A collective call."""
+    """Gather a picklable value from each rank through host memory, in rank order. A collective."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -130,17 +121,14 @@ def gather(value: T) -> list[T]:
 
 
 def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
-    """Send ``messages`` (receiver's rank -> message). Return sender's rank -> message for all ``senders``.
-
-    A collective call, through host memory. In contrast to `gather`, a rank receives only the messages addressed to it,
-    so that the bytes don't grow with the number of ranks."""
+    """Send ``messages`` by receiver's rank, and return those of ``senders`` by sender's rank. A collective."""
     group = None if _has_gloo() else _gloo_group(dist.group.WORLD)
     outgoing = {
         to: torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8) for to, message in messages.items()
     }
     lengths = {to: torch.tensor([len(packed)]) for to, packed in outgoing.items()}
     incoming = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
-    for tag in (0, 1):  # exchange the messages' lengths (0), then the messages (1)
+    for tag in (0, 1):  # first the messages' lengths, then the messages
         sent = outgoing if tag else lengths
         if tag:
             incoming = {sender: torch.empty(int(length), dtype=torch.uint8) for sender, length in incoming.items()}
@@ -158,5 +146,5 @@ def _has_gloo() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _gloo_group(group: Any) -> Any:
-    """Create a gloo process group of all ranks at the first call. A collective call: all ranks take part."""
+    """The first call is a collective."""
     return dist.new_group(backend="gloo", timeout=time_limit())

@@ -1,7 +1,4 @@
-"""`Shard`: the part of a tensor that a tensor-parallel rank holds. `RankGroup`: ranks that exchange tensors.
-
-`sum_over_ranks` sums gradients, several tensors in one collective. It is called once per optimizer step.
-(DistributedDataParallel rejects float32 gradients of bfloat16 parameters.)"""
+"""The part of a tensor that a tensor-parallel rank holds, ranks that exchange tensors, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -21,24 +18,22 @@ from .layout import RankLayout
 from .ranks import time_limit
 
 T = TypeVar("T")
-# Torch 2.13 renames `all_gather_into_tensor` to `all_gather_single`.
+# torch 2.13 renames `all_gather_into_tensor`
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-BUCKET = 64 * 2**20  # maximum bytes of several gradients that are summed in one collective
-Box = tuple[tuple[int, int], ...]  # Part of a tensor: (first index, last index + 1) of each dimension.
+BUCKET = 64 * 2**20  # maximum bytes per collective of several gradients
+Box = tuple[tuple[int, int], ...]  # (first index, last index + 1) of each dimension
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a tensor: one box (index range per dimension), or several boxes concatenated along ``axis``.
-    Gate and up projections of a mixture's experts, halves of one tensor, need two boxes. Other tensors need one."""
+    """Boxes of a tensor, concatenated along ``axis``: two for gate and up projections of a mixture's experts."""
 
-    shape: tuple[int, ...]  # shape of the whole tensor (not of the part)
+    shape: tuple[int, ...]  # shape of the whole tensor
     boxes: tuple[Box, ...]
     axis: int = 0
 
     @classmethod
     def of_cuts(cls, shape: Sequence[int], cuts: Iterable[tuple[slice, ...]]) -> Shard:
-        """Make a `Shard` from the shape of a whole tensor and the slices that select this rank's part."""
         boxes = []
         for cut in cuts:
             ranges = [index.indices(size)[:2] for index, size in zip(cut, shape, strict=False)]
@@ -58,7 +53,6 @@ class Shard:
 
     @property
     def sizes(self) -> list[int]:
-        """Size of each box along `axis` (boxes are concatenated along this dimension)."""
         return [box[self.axis][1] - box[self.axis][0] for box in self.boxes] if self.shape else [1]
 
     @property
@@ -74,19 +68,18 @@ class Shard:
 
     @property
     def begin(self) -> int | None:
-        """Index of the part's first element in the flattened whole tensor. None if the part isn't contiguous there."""
+        """First element in the flattened whole tensor. None if the part isn't contiguous there."""
         rows, *others = self.boxes[0] or ((0, 1),)
         if len(self.boxes) > 1 or any(stop - start != size for (start, stop), size in zip(others, self.shape[1:])):  # noqa: B905
             return None
         return rows[0] * math.prod(self.shape[1:])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor, as a view, or as a copy if the part has several boxes."""
+        """Return this rank's part of a whole tensor: a view of a single box, or a copy."""
         parts = [whole[tuple(slice(*ends) for ends in box)] for box in self.boxes]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
     def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy ``local``, this rank's part, to its position in the tensor ``whole``."""
         parts = local.split(self.sizes, self.axis) if local.dim() else [local]
         for box, part in zip(self.boxes, parts, strict=True):
             whole[tuple(slice(*ends) for ends in box)].copy_(part)
@@ -94,13 +87,13 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks that exchange tensors, with their torch process groups. Deep copies of a model share one `RankGroup`."""
+    """Deep copies of a model share one `RankGroup`."""
 
     ranks: tuple[int, ...]
     place: int  # Index of this rank in `ranks`.
     group: Any
-    on_host: Any = None  # Gloo process group of `ranks`, which `meets` and `gather` need.
-    # Number of exchanges of this group so far (sums, gathers and all-to-all; no broadcasts), which `meets` compares.
+    on_host: Any = None  # Gloo group of `ranks`, for `meets` and `gather`.
+    # Number of collectives with `group` so far, without broadcasts.
     exchanged: list[int] = field(default_factory=lambda: [0], compare=False)
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
@@ -123,8 +116,8 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Return whether all ranks of the group call `meets` within ``seconds``, after equally many exchanges. If one
-        rank were an exchange behind, NCCL would pair this rank's next exchange with the other ranks' later one."""
+        """Return whether all ranks call `meets` within ``seconds``, after equally many exchanges. NCCL would pair the
+        next exchange of a rank that is an exchange behind with the other ranks' later one."""
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
@@ -136,7 +129,6 @@ class RankGroup:
         return most == -least
 
     def gather(self, value: T) -> tuple[T, ...]:
-        """Gather a picklable ``value`` from each rank of the group through host memory. Needs the group `on_host`."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -144,15 +136,14 @@ class RankGroup:
         return tuple(values)
 
     def all_to_all(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Send the rows of a tensor ``(sum(sent), ...)`` to the group's ranks: ``sent[i]`` rows to the i-th rank.
-        Return the rows from all ranks, ``(sum(received), ...)``, with ``received[i]`` rows from the i-th rank."""
+        """Send ``sent[i]`` rows of a tensor ``(sum(sent), ...)`` to the group's i-th rank. Return the rows
+        ``(sum(received), ...)``, with ``received[i]`` rows from the i-th rank."""
         rows = tensor.new_empty(sum(received), *tensor.shape[1:])
         dist.all_to_all_single(rows, tensor.contiguous(), [*received], [*sent], group=self.group)
         self.exchanged[0] += 1
         return rows
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Copy a tensor from the rank at index ``source`` of the group to all ranks of the group, in place."""
         if self.size > 1:
             dist.broadcast(tensor, self.ranks[source], group=self.group)
         return tensor
@@ -161,9 +152,7 @@ class RankGroup:
 def group_of(
     layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
 ) -> RankGroup:
-    """Create the `RankGroup` of this rank. A collective call: every rank creates all groups in equal order. With
-    ``meets`` there is a gloo group, which `RankGroup.meets` and `RankGroup.gather` need. Without ``exchanges`` there is
-    no group of the device's backend (NCCL), and all collectives use the gloo group."""
+    """A collective: every rank creates all groups in equal order. Without ``exchanges`` all collectives use gloo."""
     world = range(layout.world_size)
     layouts = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in layouts)
@@ -174,23 +163,17 @@ def group_of(
 
 
 class Lockstep:
-    """A channel for messages from the first rank of a vLLM engine (leader) to the engine's other ranks (followers). All
-    ranks must construct it together.
-
-    Decisions that depend on a clock, a user's function or a rank's state may differ between ranks. So only the leader
-    makes these decisions, and sends the results to the followers."""
+    """The first rank of a vLLM engine decides for the others: clocks and users' functions differ between ranks."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0
-        # Use gloo, because NCCL would send Python objects through the GPUs.
+        # NCCL would send Python objects through the GPUs.
         self._engine = group_of(layout, lambda each: each.engine_group, meets=True, exchanges=False)
 
     def tell(self, message: Any) -> None:
-        """Send a message (any picklable object) from the engine's first rank to the engine's other ranks."""
         dist.broadcast_object_list([message], self._engine.ranks[0], self._engine.group)
 
     def listen(self) -> Any:
-        """Wait for the next message from the engine's first rank, and return the message."""
         message: list[Any] = [None]
         dist.broadcast_object_list(message, self._engine.ranks[0], self._engine.group)
         watchdog.progress("a step of the engine")
@@ -198,8 +181,8 @@ class Lockstep:
 
 
 def parts_of(model: Any) -> Any:
-    """Return a tensor-parallel model's ``tensor_parts``, or None for any other model. It has ``engine`` (`RankGroup`),
-    ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number of elements in the whole model)."""
+    """Return a tensor-parallel model's ``tensor_parts``: ``engine`` (`RankGroup`), ``shards`` (parameter name -> this
+    rank's `Shard`) and ``elements`` (number in the whole model). None for other models."""
     return getattr(model, "tensor_parts", None)
 
 
@@ -207,12 +190,12 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors in place over the ranks in ``among`` (None means all ranks). Return the number of bytes summed. The
-    tensors must have equal order on all ranks. Tensors on another device are copied to ``device`` to be summed."""
+    """Sum tensors in place, and return the bytes. DistributedDataParallel rejects float32 gradients of bfloat16
+    parameters."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
-        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # no copy, because a copy may take gigabytes
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # a copy may take gigabytes
         parts = [gradient.reshape(-1).to(device or gradient.device) for gradient in bucket]
         flat = parts[0] if alone else torch.cat(parts)
         if among is None:
@@ -228,16 +211,20 @@ def sum_over_ranks(
     return nbytes
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return dtype
+
+
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Set missing gradients of trained parameters to zeros. The optimizer then applies momentum and weight decay."""
+    """Set missing gradients of trained parameters to zeros, so that momentum and weight decay still apply."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
-            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
 def in_buckets(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield lists of consecutive items with a total size of at most ``limit``. A larger item gets a list for itself."""
+    """Yield lists of consecutive items with a total size of at most ``limit``, or of one larger item."""
     bucket: list[T] = []
     filled = 0
     for item in items:

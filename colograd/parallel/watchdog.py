@@ -1,9 +1,8 @@
-"""Detect ranks that hang: the training thread calls `progress`, and a watchdog thread checks that calls keep coming.
+"""Detect a rank that hangs: its training thread hasn't called `progress` for `rank_timeout` seconds.
 
-A rank that waits for other ranks doesn't hang. The watchdog recognises waiting by the call stack, because all
-collectives of torch, transformers and vLLM pass through a few modules (`WAITING`). A process that runs no thread at all
-is detected by other ranks, because it sends them no signs of life (see `faults`). Each check counts at most half of
-the time limit as passed, so that a process that was stopped and continues isn't ended."""
+A rank that waits for other ranks doesn't hang. The call stack shows waiting, because all collectives of torch,
+transformers and vLLM pass through the modules `WAITING`. Other ranks detect a process that runs no thread (see
+`faults`). A check counts at most half of the limit, so that a process that was stopped and continues isn't ended."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from types import FrameType
 
 import torch.distributed as dist
 
-LIMIT = 1500.0  # Default of `rank_timeout`, below a collective's 1,800 s, because a collective's error names no rank.
-TICK = 2.0  # Maximum seconds between two checks of the progress.
+LIMIT = 1500.0  # Default of `rank_timeout`, below a collective's 1,800 s, whose error names no rank.
+TICK = 2.0  # Maximum seconds between two checks.
 STDERR = 2  # File descriptor of standard error. A notebook's sys.stderr has no descriptor.
-# Names of modules that wait for a different rank, or for the Hub. While a rank runs their code, no time counts.
+# Modules that wait for a different rank, or for the Hub.
 WAITING = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
@@ -37,7 +36,6 @@ _count = 0
 
 
 def set_limit(seconds: float | None) -> None:
-    """Set how many seconds a rank may make no progress (`rank_timeout`). None means that there is no limit."""
     global _limit
     _limit = seconds
 
@@ -51,28 +49,25 @@ def stage() -> str:
 
 
 def progress(stage: str = "") -> None:
-    """Report progress of the training thread to the watchdog. ``stage`` describes the present work for messages."""
+    """Report progress. ``stage`` names the present work in messages."""
     global _stage, _count
     _stage = stage or _stage
     _count += 1
 
 
 def finish(work: dist.Work) -> None:
-    """Wait for an asynchronous collective. The watchdog doesn't count this time, because the rank waits for others."""
     work.wait()
     progress()
 
 
 class Watchdog:
-    """A thread that checks every few seconds whether the training thread makes progress. If the training thread hangs,
-    all stacks are written to standard error, and ``end`` is called with a description to end the process. Each check
-    calls ``each`` with the seconds since the last check."""
+    """A thread that watches the training thread. Each check calls ``each`` with the seconds since the last check."""
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
-        self._watched: int | None = None  # id of the watched thread, or None outside of `inside`
-        self._idle = 0.0  # Seconds since the watched thread's last progress.
-        self._seen: int | None = None  # Value of `_count` at the last check, or None if the thread waited then.
+        self._watched: int | None = None
+        self._idle = 0.0  # Seconds without progress.
+        self._seen: int | None = None  # `_count` at the last check. None: the thread waited then, or wasn't watched.
         self._is_armed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="colograd-watchdog", daemon=True)
@@ -86,8 +81,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Context manager: watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt,
-        the thread may rest. Inside another `inside` only report progress."""
+        """Watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt, it may rest."""
         progress(what)
         if self._watched is not None:
             yield
@@ -103,8 +97,6 @@ class Watchdog:
             progress("what follows " + what)
 
     def look(self, passed: float) -> None:
-        """Check whether the training thread made progress since the last check, ``passed`` seconds ago. End the process
-        if there was no progress for `rank_timeout`."""
         self._each(passed)
         frame = None if self._watched is None else sys._current_frames().get(self._watched)
         is_watched = _limit is not None and frame is not None and not waits(frame)
@@ -118,8 +110,7 @@ class Watchdog:
             self._end(description)
 
     def _arm(self, seconds: float | None) -> None:
-        """Make `faulthandler` write all stacks if `_arm` isn't called again within ``seconds`` and two checks, because
-        a call that holds the GIL blocks this thread. None cancels the order."""
+        """Make `faulthandler` write all stacks unless `_arm` is called again, because a call may hold the GIL."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds + 2 * tick(), file=STDERR)
         elif self._is_armed:
@@ -130,7 +121,6 @@ class Watchdog:
         last = time.monotonic()
         while not self._closed.wait(tick()):
             now = time.monotonic()
-            # Limit the seconds that one check counts, because the process may have been stopped since the last check.
             self.look(min(now - last, (_limit or LIMIT) / 2))
             last = now
         self._arm(None)
@@ -149,7 +139,6 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def describe(idle: float, frame: FrameType | None) -> str:
-    """Return an error message for a rank without progress for ``idle`` seconds, with calls on its stack ``frame``."""
     calls: list[str] = []
     while frame is not None and len(calls) < 4:
         calls.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")

@@ -1,4 +1,4 @@
-"""Sharding strategies: `ShardingStrategy` is their interface, and `zero` chooses the strategy of a run."""
+"""Sharding strategies: how ranks share out the training."""
 
 from .strategy import ShardingStrategy
 from .zero import check_sharding, strategy_name, strategy_of

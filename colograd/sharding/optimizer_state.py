@@ -1,10 +1,7 @@
 """Files of an optimizer's state: one file per rank that any number of ranks can read.
 
-A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first element|name of the state`` for each part
-that its optimizer updates. Without sharding one rank writes all parts. If a rank's part of a parameter isn't a range of
-elements (but some columns, for example), the ranges count elements of the part, and the file's header describes the
-part under ``shards``. Optimizers with other state, and older checkpoints of runs without sharding, use transformers'
-file ``optimizer.pt``."""
+A file has a tensor ``parameter|first element|name of the state`` for each part that the rank's optimizer updates. The
+header describes parts that aren't ranges of elements under ``shards``. The first element then counts in the part."""
 
 from __future__ import annotations
 
@@ -29,20 +26,19 @@ SEPARATOR = "|"
 
 
 class Stored(NamedTuple):
-    """A saved range of one state of a parameter, e.g. of a moment; or a scalar for all ranges, e.g. the step count."""
+    """A saved range of one state of a parameter, e.g. of a moment. A scalar, e.g. the step count, is an empty range."""
 
-    start: int  # First element of the range.
-    stop: int  # Last element of the range + 1. For a scalar equal to ``start``.
-    values: Any  # Elements of the range, read from the file when sliced. For a scalar its tensor.
-    shard: Shard | None = None  # The part that ``start`` and ``stop`` count in. None for the whole parameter.
+    start: int
+    stop: int
+    values: Any  # Elements, read from the file when sliced, or a scalar's tensor.
+    shard: Shard | None = None  # Part that ``start`` and ``stop`` count in. None: the whole parameter.
 
 
-State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges by parameter name and name of the state
+State = Mapping[str, Mapping[str, Sequence[Stored]]]  # by parameter name and name of the state
 
 
 def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
-    """Return whether `save` can write an optimizer's state. All of its parameters must be parts in ``owned``. A state
-    must be a tensor of its parameter's size or a single number. Settings of parameter groups must be JSON values."""
+    """Return whether `save` can write the state: tensors of the parameters' sizes and single numbers."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
@@ -68,8 +64,6 @@ def _name(rank: int, ranks: int) -> str:
 def save(
     optimizer: Optimizer, owned: Sequence[Owned], folder: Path, rank: int, ranks: int, write: Write = save_file
 ) -> None:
-    """Write the tensors of the optimizer state of this rank's parts ``owned`` into ``folder``, as file ``rank`` of
-    ``ranks``, with the settings of the parameter groups. ``write`` writes the file."""
     tensors = {}
     for piece in owned:
         for key, value in optimizer.state.get(piece.part, {}).items():
@@ -88,9 +82,8 @@ def save(
 def load(
     optimizer: Optimizer, owned: Sequence[Owned], folder: Path, order: Sequence[str] = (), rank: int = 0, ranks: int = 1
 ) -> None:
-    """Read the state of this rank's parts ``owned`` into the optimizer. Missing files or parts raise a ValueError. If
-    this rank's file has all of its parts, other ranks' files may be missing. ``order`` has the names of all trained
-    parameters in the order of an optimizer without sharding."""
+    """Read the state of this rank's parts. Other ranks' files are read only if this rank's file lacks parts. ``order``
+    has the names of all trained parameters in the order of an optimizer without sharding."""
     own, names = _name(rank, ranks), sorted(path.name for path in folder.glob(PATTERN))
     parts = {id(piece.part): piece for piece in owned}
     numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -107,11 +100,8 @@ def load(
             f"parameters ({', '.join(missing[:3])}). Resume from a complete checkpoint of this model."
         )
     _check_settings(settings, optimizer, folder)
-    counts = iter(range(len(numbered)))
-    groups = [
-        {**saved, "params": [next(counts) for _ in group["params"]]}
-        for saved, group in zip(settings, optimizer.param_groups, strict=True)
-    ]
+    groups = optimizer.state_dict()["param_groups"]
+    groups = [{**saved, "params": group["params"]} for saved, group in zip(settings, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -137,7 +127,6 @@ def _check_settings(settings: Any, optimizer: Optimizer, folder: Path) -> None:
 
 
 def _complete(folder: Path, names: Sequence[str]) -> Sequence[str]:
-    """Return the ``names`` of all ranks' files. If some ranks' files are missing, raise a ValueError."""
     ranks = int(Path(names[0]).stem.rpartition("-")[2])
     if missing := [name for name in (_name(rank, ranks) for rank in range(ranks)) if name not in names]:
         raise ValueError(
@@ -165,14 +154,10 @@ def _in_files(folder: Path, names: Sequence[str], files: contextlib.ExitStack) -
 
 
 def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
-    from transformers.trainer import OPTIMIZER_NAME  # Only here: a large import, which a refused start doesn't need.
-
-    path = folder / OPTIMIZER_NAME
+    path = folder / "optimizer.pt"
     if not path.is_file():
-        raise ValueError(
-            f"{str(folder)!r} has no optimizer state ({OPTIMIZER_NAME} or {PATTERN}). Use a complete checkpoint."
-        )
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # with mmap a rank reads only its part
+        raise ValueError(f"{str(folder)!r} has no optimizer state ({path.name}, {PATTERN}). Use a complete checkpoint.")
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # a rank reads only its part
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
         states = stored.setdefault(order[index], {})
@@ -189,8 +174,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
 
 
 def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Assemble each part's state from saved ranges, in the part's shape. Several files may hold the same range. Return
-    the states by the part's index, and the names of parameters without state or with missing elements."""
+    """Return each part's state by index, and the names of parameters with missing elements."""
     states: dict[int, dict[str, Any]] = {}
     missing = []
     for index, piece in enumerate(pieces if stored else ()):
@@ -210,7 +194,7 @@ def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[st
 
 
 def _join(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) -> torch.Tensor | None:
-    """Concatenate elements ``start`` to ``stop`` - 1 of a part from its saved ranges; None if elements are missing."""
+    """Concatenate elements ``start`` to ``stop`` - 1 of a part from saved ranges. None if some are missing."""
     values, at = [], start
     for stored in sorted((r for r in ranges if r.shard == shard), key=lambda r: r.start):
         if stored.start <= at < (end := min(stored.stop, stop)):
@@ -220,7 +204,7 @@ def _join(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) 
 
 
 def _whole_value(ranges: Sequence[Stored], shape: Sequence[int]) -> torch.Tensor | None:
-    """Assemble a whole parameter's state from saved ranges of the parameter or its parts; None if some are missing."""
+    """Assemble a whole parameter's state from ranges of the parameter or its parts. None if elements are missing."""
     missing = torch.ones(*shape, dtype=torch.bool)
     whole: torch.Tensor | None = None
     for shard in dict.fromkeys(r.shard for r in ranges):

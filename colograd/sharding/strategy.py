@@ -20,7 +20,7 @@ from ..parallel.ranks import on_all_ranks
 from ..parallel.shards import RankGroup, Shard
 from ..runtime.failures import forget_frames
 
-# Function that writes a safetensors file, at once or later. Arguments: tensors on any device, path, metadata.
+# Writes a safetensors file, at once or later: tensors on any device, path, metadata.
 Write = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
 
 
@@ -42,14 +42,13 @@ class Owned:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that a rank exchanged with other ranks, or copied into the engine, since the last `take`."""
+    """Bytes since the last `take`."""
 
-    reduced: int = 0  # Bytes of gradients that ranks have summed.
-    gathered: int = 0  # Bytes of weights that ranks have gathered after optimizer steps, or in forwards and backwards.
-    published: int = 0  # Bytes of weights that were copied into the engine.
+    reduced: int = 0
+    gathered: int = 0
+    published: int = 0
 
     def take(self) -> dict[str, float]:
-        """Return the counts as metrics ``sync/..._bytes``, and set the counts to 0."""
         metrics = {f"sync/{name}_bytes": float(number) for name, number in asdict(self).items()}
         self.reduced = self.gathered = self.published = 0
         return metrics
@@ -92,7 +91,7 @@ class ShardingStrategy(ABC):
         updates only a part of the weights that this rank has."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises an error of any rank on all ranks, only if ranks communicate in `backward`."""
+        """Return a context that raises an error on all ranks, if ranks communicate in `backward`."""
         return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -100,11 +99,11 @@ class ShardingStrategy(ABC):
         try:
             loss.backward()
         except BaseException as error:
-            if self.meets_in_backward:  # Free activations, because collectives that other ranks wait for need memory.
-                loss.detach_()  # frees the graph although callers refer to the loss
+            if self.meets_in_backward:  # Other ranks' collectives need memory, so free activations.
+                loss.detach_()  # frees the graph, although callers refer to the loss
                 forget_frames(error)
                 if loss.is_cuda:
-                    torch.cuda.empty_cache()  # the failed allocation has left torch's cached memory fragmented
+                    torch.cuda.empty_cache()  # a failed allocation fragments torch's cached memory
                 self.failed(error)
             raise
 
@@ -134,7 +133,6 @@ class ShardingStrategy(ABC):
         return norm
 
     def sum_of_squares(self) -> float:
-        """Return the sum of squares of the whole gradient."""
         local = squared_norm(self.gradients())
         return self.sum_over_parts(local) if self.parts > 1 else local
 
@@ -144,7 +142,6 @@ class ShardingStrategy(ABC):
         return next(self.model.parameters()).device
 
     def sum_over_parts(self, number: float) -> float:
-        """Sum a float64 number over all ranks."""
         total = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total)
@@ -157,8 +154,8 @@ class ShardingStrategy(ABC):
         """Return the parts of trained parameters that this rank's optimizer updates."""
 
     def gather_weights(self) -> None:  # noqa: B027 (each rank may have updated all weights)
-        """Copy the weights that each rank has updated to all other ranks. Do nothing if each rank's optimizer updates
-        all weights that the rank has."""
+        """Copy the weights that each rank has updated to all other ranks. Needed only if each rank updates only a part
+        of its weights."""
 
     def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
         """Return whether `save_optimizer` can write the state of this optimizer."""

@@ -1,5 +1,5 @@
-"""Readers of a saved model's safetensors files. A rank can read only its rows. The readers stack a mixture's experts,
-because transformers may save experts one by one, and its Trainer doesn't stack them when it loads a checkpoint."""
+"""Readers of a saved model's safetensors files. A rank can read only its rows. The readers stack a mixture's experts:
+transformers may save them one by one, and its Trainer doesn't stack them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..parallel import watchdog
 from ..parallel.shards import Shard
 
-# PARTS: names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
+# Names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-MOST_ELEMENTS = 2**24  # Maximum elements per read (at least a row) if a rank reads whole rows to keep some columns.
-BLOCKS = (".mlp.", ".block_sparse_moe.")  # Two names of an MoE block: in transformers, and in some checkpoints.
+MOST_ELEMENTS = 2**24  # Maximum elements per read (at least a row) of a part that has only some columns.
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # Names of an MoE block: in transformers, and in some checkpoints.
 
 
 class WeightFiles:
-    """The safetensors files that `save_pretrained` wrote into ``folder``. A folder without such files, or with an index
-    that names files elsewhere, raises a ValueError."""
+    """Safetensors files that `save_pretrained` wrote into ``folder``. Files elsewhere raise a ValueError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Open files by file name. Files stay open, because opening a file reads its list of up to 100,000 tensors.
+        # Files stay open, because opening a file reads its list of up to 100,000 tensors.
         self._files: dict[str, Any] = {}
         index = folder / SAFE_WEIGHTS_INDEX_NAME
         if index.is_file():
-            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]  # file name by tensor name
+            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
             for name in self.file_of.values():
                 if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
                     raise ValueError(
@@ -47,8 +46,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def copy(self, names: Sequence[str], place: torch.Tensor, shape: torch.Size, rows: range) -> None:
-        """Read ``rows`` of a parameter of shape ``shape`` from the files into ``place``. A tied parameter has several
-        possible ``names``. If the files lack the parameter, or have it in another shape, a ValueError is raised."""
+        """Read ``rows`` of a parameter of shape ``shape`` into ``place``. A tied parameter has several ``names``."""
         candidates = (name.replace(*BLOCKS) if other else name for name in names for other in (False, True))
         name = next((name for name in candidates if name in self.file_of), None)
         watchdog.progress()
@@ -72,14 +70,13 @@ class WeightFiles:
 
     @torch.no_grad()
     def copy_part(self, names: Sequence[str], place: torch.Tensor, shard: Shard) -> None:
-        """Read the part ``shard`` of a parameter into ``place``. Names and errors are as in `copy`."""
         if shard.begin is not None:
             rows = range(*shard.boxes[0][0]) if shard.shape else range(1)
             self.copy(names, place, torch.Size(shard.shape), rows)
             return
         (begin, end), *_ = shard.boxes[0]
         assert shard.axis or len(shard.boxes) == 1, shard
-        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())  # rows that are read at once
+        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())
         for first in range(begin, end, step):
             rows = range(first, min(first + step, end))
             whole = torch.empty(len(rows), *shard.shape[1:], dtype=place.dtype)
@@ -88,7 +85,7 @@ class WeightFiles:
             place[rows.start - begin : rows.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
 
     def experts(self, name: str) -> list[list[str]] | None:
-        """Return the names of each expert's saved matrices for a parameter that stacks experts; None without any."""
+        """Return the names of each expert's saved matrices, for a parameter that stacks experts."""
         head, of_experts, last = name.rpartition(".experts.")
         if not of_experts:
             return None
@@ -119,13 +116,12 @@ class WeightFiles:
 
 
 def saved_names(model: Any) -> dict[str, str]:
-    """Return the name in saved files of each parameter that transformers renames, by the parameter's name. Parameters
-    that transformers saves in several parts are left out."""
+    """Return parameter name -> name in saved files, for parameters that transformers renames and saves in one part."""
     names = dict[str, str]()
     for name, _ in model.named_parameters(remove_duplicate=False):
         try:
             (saved,) = revert_weight_conversion(model, {name: torch.tensor(0)})
-        except (RuntimeError, IndexError, ValueError):  # transformers saves the parameter in parts
+        except (RuntimeError, IndexError, ValueError):
             continue
         if saved != name:
             names[name] = saved
@@ -141,7 +137,7 @@ def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's state dict in host memory: ``whole`` (parameters by name) with tied names and buffers."""
+    """Return the model's state dict in host memory: ``whole`` with tied names and buffers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -151,8 +147,7 @@ def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
-    """Read the weights of ``folder`` into ``model``, if the model stacks experts, or has parameters that transformers
-    saves under other names. Otherwise return False. A missing parameter, or one of another shape, is a ValueError."""
+    """Return False, and read nothing, if the model stacks no experts and renames no parameters."""
     parameters, names_of = dict(model.named_parameters(remove_duplicate=False)), all_names(model)
     has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
     if not has_experts and all(name in parameters for names in names_of.values() for name in names):
@@ -165,8 +160,7 @@ def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
 
 
 def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value on the CPU) of a checkpoint's float32 weights, one at a time. Without safetensors files yield
-    nothing. ``stacked_names`` are parameters that stack experts, which may have been saved one by one."""
+    """Yield float32 weights, on the CPU. ``stacked_names`` are parameters that stack experts."""
     if (folder / SAFE_WEIGHTS_NAME).is_file() or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         files = WeightFiles(folder)
         for name in files.file_of:
@@ -180,8 +174,7 @@ def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator
 
 @torch.no_grad()
 def load_whole(model: Any, folder: str) -> None:
-    """Copy the weights in ``folder`` into an undivided ``model``. The files may have parameter names of old versions of
-    transformers. A missing weight, or one of another shape, raises a ValueError."""
+    """Files may have parameter names of old versions of transformers, which `from_pretrained` knows."""
     loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(

@@ -1,13 +1,7 @@
 """ZeRO (arXiv 1910.02054), and `WholeCopies` without sharding. Parameters stay whole in their memory.
 
-With ZeRO the optimizer of a rank has views of its N-th of every bucket (group of parameters), and writes into the
-policy's tensors. An all-gather writes the elements of other ranks into the policy's tensors. If the policy shares the
-engine's memory, the engine gets the new weights by that all-gather. With `WholeCopies` (`sharding: none`) every rank
-has the whole summed gradient and the whole optimizer state (of its part of the policy, if the policy is divided).
-
-`strategy_of` selects the run's strategy. Extensions register further strategies (classes) as "sharding:NAME" in their
-`HOOKS`, where NAME is the value of the setting `sharding`, and variants of strategies as "sharding_variant". A variant
-is a function of the selected class and the configuration. It returns the class, or a subclass."""
+With ZeRO a rank's optimizer updates views of its N-th of every bucket, and an all-gather writes the other ranks'
+elements. If the policy shares the engine's memory, the engine then has the new weights too."""
 
 from __future__ import annotations
 
@@ -29,7 +23,7 @@ from ..config import GRPOConfig
 from ..parallel import watchdog
 from ..parallel.faults import telling
 from ..parallel.ranks import rank, world_size
-from ..parallel.shards import RankGroup, all_gather, in_buckets, sum_over_ranks, zero_gradients
+from ..parallel.shards import RankGroup, all_gather, gradient_dtype, in_buckets, sum_over_ranks, zero_gradients
 from ..policy.lora import unwrap
 from ..runtime import registry
 from ..runtime.failures import forget_frames
@@ -37,34 +31,28 @@ from ..runtime.importing import find_object, is_import_path
 from . import optimizer_state
 from .strategy import Owned, ShardingStrategy, Write
 
-IN_FLIGHT = 2  # Maximum number of reductions that run at once, to limit memory. Reductions overlap with the backward.
-# ELEMENTS: maximum elements of a bucket, except for a larger single parameter. 64 MiB of float32 keep a link busy.
+IN_FLIGHT = 2  # Maximum number of reductions at once, to limit memory.
+# Maximum elements of a bucket of several parameters. 64 MiB of float32 keep a link busy.
 ELEMENTS = 2**24
-PATIENCE = 30.0  # Seconds to wait until all ranks of a row have run out of memory at the same operation.
+PATIENCE = 30.0  # Seconds until all ranks of a row must have run out of memory at the same operation.
 
-# torch 2.13 has renamed reduce_scatter_tensor to reduce_scatter_single.
+# torch 2.13 renames `reduce_scatter_tensor`
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Bucket:
-    """A group of parameters that are exchanged as one flat tensor, padded to one equal part per rank.
-
-    This rank updates one part. The flat tensor exists only during an exchange. If the bucket has one parameter, and the
-    number of ranks divides its size, the parameter's memory is the flat tensor. ``group`` is the process group of the
-    ranks. None means all ranks."""
+    """Parameters that are exchanged as one flat tensor, padded to one equal part per rank."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], rank: int, ranks: int, group: Any = None
     ) -> None:
         self.parameters, self.ranks, self.group = parameters, ranks, group
-        # The flat tensor concatenates the parameters. ``starts`` are their offsets. ``part`` is the number of elements
-        # per rank, with padding. ``begin`` is the offset of this rank's part. ``in_place`` means that a parameter's
-        # memory is the flat tensor. ``sum`` [part] is this rank's part of the summed gradient. ``places`` maps pieces
-        # of parameters to ranges of this rank's part.
+        self.gradient_dtype = gradient_dtype(parameters[0])
         self.sizes = [parameter.numel() for parameter in parameters]
         self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]
-        self.part = -(-sum(self.sizes) // ranks)
+        self.part = -(-sum(self.sizes) // ranks)  # Elements per rank, with padding.
         self.begin = rank * self.part
+        # Whether the parameter's memory is the flat tensor.
         self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks
         self.sum: torch.Tensor | None = None
         self.places: dict[Owned, slice] = {}
@@ -78,11 +66,6 @@ class Bucket:
                 begin = start + first - self.begin
                 self.places[Owned(name, piece, first, last)] = slice(begin, begin + last - first)
 
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        first = self.parameters[0]
-        return getattr(first, "grad_dtype", None) or first.dtype
-
     def flat(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Concatenate one tensor per parameter into ``[part * ranks]``. None and padding become zeros."""
         if self.in_place and tensors[0] is not None and tensors[0].is_contiguous():
@@ -94,7 +77,6 @@ class Bucket:
         return flat
 
     def add(self, summed: torch.Tensor) -> None:
-        """Add ``summed`` [part], a gradient summed over ranks, to this rank's gradient that the optimizer reads."""
         self.sum = summed if self.sum is None else self.sum.add_(summed)
         for piece, place in self.places.items():
             piece.part.grad = self.sum[place]
@@ -106,7 +88,7 @@ class Bucket:
 
     @torch.no_grad()
     def gather(self) -> int:
-        """Write all ranks' updated weights into the parameters by an all-gather. Return the collective's bytes."""
+        """Write all ranks' updated weights into the parameters. Return the bytes of the all-gather."""
         flat = self.flat([parameter.data for parameter in self.parameters], self.parameters[0].dtype)
         all_gather(flat, flat[self.begin : self.begin + self.part], group=self.group)
         watchdog.progress()
@@ -119,8 +101,7 @@ class Bucket:
 def buckets_of(
     model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS, group: Any = None
 ) -> list[Bucket]:
-    """Return the trained parameters in buckets of one dtype and at most ``elements`` elements (or one parameter), in
-    about the order of their gradients in a backward. ``group``: process group of the ranks. None means all ranks."""
+    """Return the trained parameters in buckets of one dtype, in about the order of their gradients in a backward."""
     trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
     buckets = []
     for _, same_kind in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
@@ -133,7 +114,7 @@ def buckets_of(
 class WholeCopies(ShardingStrategy):
     def sum_gradients(self) -> None:
         parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
-        if size > 1 or all(parameter.grad is None for parameter in parameters):  # no micro-batch has computed gradients
+        if size > 1 or all(parameter.grad is None for parameter in parameters):
             zero_gradients(parameters)
         if size > 1:
             self.traffic.reduced += sum_over_ranks(self.gradients(), among=self.among)
@@ -166,11 +147,11 @@ class SharedParts(ShardingStrategy):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.parts = world_size() if self.among is None else self.among.size
-        self._order: list[str] = []  # names of all trained parameters in the order of an optimizer without sharding
+        self._order: list[str] = []  # trained parameters in the order of an optimizer without sharding
 
     @abstractmethod
     def _after_step(self) -> None:
-        """Drop gradients after the optimizer's step, and gather weights if every rank keeps all weights."""
+        """Drop gradients, and gather weights if every rank keeps all weights."""
 
     def share(self, optimizer: Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}
@@ -200,7 +181,7 @@ class SharedOptimizer(SharedParts):
         among = self.among
         place, group = (rank(), None) if among is None else (among.place, among.group)
         self.buckets: list[Bucket] = buckets_of(model, place, self.parts, group=group)
-        # Running reductions: bucket, input, output [part], and the collective. The input must live until the end.
+        # Running reductions: bucket, input, output [part], and the collective.
         self._under_way: collections.deque[tuple[Bucket, torch.Tensor, torch.Tensor, dist.Work]] = collections.deque()
 
     def describe(self) -> str:
@@ -227,18 +208,15 @@ class SharedOptimizer(SharedParts):
         self._under_way.append((bucket, flat, summed, work))
 
     def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        """Return this rank's unsummed gradients of a bucket's parameters, and set the parameters' ``grad`` to None."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         for parameter in bucket.parameters:
             parameter.grad = None
         return gradients
 
     def _keep(self, bucket: Bucket, summed: torch.Tensor) -> None:
-        """Add ``summed``, a bucket's gradient summed over ranks, to this rank's part of the step's gradient."""
         bucket.add(summed)
 
     def _has(self, bucket: Bucket) -> bool:
-        """Return whether this optimizer step has a summed gradient of the bucket."""
         return bucket.sum is not None
 
     def _finish(self, but: int = 0) -> None:
@@ -270,9 +248,9 @@ class SharedGradients(SharedOptimizer):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._next = len(self.buckets)  # Index of the next bucket to sum. Outside of a backward no bucket is next.
-        self._amid = True  # Whether ranks sum buckets during the present backward.
-        self._missing: list[int] = []  # Gradients per bucket that this backward hasn't computed yet.
+        self._next = len(self.buckets)  # Next bucket to sum. Outside of a backward none is left.
+        self._amid = True
+        self._missing: list[int] = []  # Gradients per bucket that are still to come.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._on_gradient(index))
             for index, bucket in enumerate(self.buckets)
@@ -284,25 +262,24 @@ class SharedGradients(SharedOptimizer):
             hook.remove()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward, and sum its gradients over ranks. If this rank's backward fails, the rank sends zeros in
-        the remaining collectives, which other ranks wait for."""
+        """After a failure send zeros in the remaining collectives, because other ranks wait for this rank."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
             super().backward(loss)
         except BaseException:
-            self.model.zero_grad(set_to_none=True)  # free memory for the backward's remaining collectives
+            self.model.zero_grad(set_to_none=True)  # the remaining collectives need memory
             raise
         finally:
             self._reduce_complete(all_buckets=True)
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether ranks sum buckets while this backward runs. If not, ranks sum all buckets after it."""
+        """Return whether the loss reaches the same parameters on all ranks. If not, sums wait for the backward's
+        end."""
         return True
 
     def _on_gradient(self, index: int) -> None:
-        """Count a gradient of bucket ``index``. Sum complete buckets over ranks, in the same order on all ranks."""
         if not self._amid or self._next == len(self.buckets):
             return
         self._missing[index] -= 1
@@ -314,7 +291,7 @@ class SharedGradients(SharedOptimizer):
             self._next += 1
 
     def sum_gradients(self) -> None:
-        """Set missing gradient sums to zeros, e.g. in a step without a micro-batch. `backward` has summed the rest."""
+        """Set missing gradient sums to zeros. `backward` has summed the rest."""
         for bucket in self.buckets:
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)
@@ -323,16 +300,14 @@ class SharedGradients(SharedOptimizer):
 
 @contextlib.contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Report an error in the context to the other ranks. The ranks that train the same ``row`` wait in a collective.
-
-    These ranks do equal work, so all of them may run out of memory at the same operation. Then no rank waits, nothing
-    is reported, and all ranks can try again."""
+    """Report an error to the other ranks, of which those of ``row`` wait in a collective. The ranks of a row do equal
+    work, so all may run out of memory at the same operation. Then no rank waits, and all can try again."""
     shortage: torch.OutOfMemoryError | None = None
     with telling(what):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            forget_frames(error)  # the frames hold activations
+            forget_frames(error)
             if not row.meets(PATIENCE):
                 raise
             shortage = error
@@ -341,9 +316,7 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
 
 
 class SharedRows(ShardingStrategy):
-    """Base class of strategies where ranks train each row together, e.g. tensor parallelism. A further base class sums
-    the gradients, and may divide optimizer state. The ranks communicate in each forward and backward. So a rank that
-    fails must report the failure to the waiting ranks."""
+    """Base class of strategies where ranks train each row together. A further base class sums the gradients."""
 
     meets_in_backward = True
 
@@ -354,14 +327,13 @@ class SharedRows(ShardingStrategy):
     @property
     @abstractmethod
     def row(self) -> RankGroup:
-        """The group of ranks that train a row together."""
+        """The ranks that train a row together."""
 
     def share_frozen(self, model: torch.nn.Module) -> None:
-        """Report errors in the forward of a frozen model, which is divided like the policy, to waiting ranks."""
         self._around(model)
 
     def _around(self, model: torch.nn.Module) -> None:
-        # The attribute is set on the model inside a PEFT wrapper, because the check of rows at start runs that model.
+        # The model inside a PEFT wrapper, because the check of rows at start runs that model.
         unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
 
     def close(self) -> None:
@@ -392,7 +364,6 @@ def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
 
 
 def find_strategy(path: str) -> type[ShardingStrategy]:
-    """Import the user's `ShardingStrategy` class from ``path``. Raise a ValueError if there is no complete one."""
     way = find_object(path, "sharding", lambda value: isinstance(value, type))
     if not (isinstance(way, type) and issubclass(way, ShardingStrategy)):
         raise ValueError(
@@ -408,8 +379,6 @@ def find_strategy(path: str) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Raise a ValueError if the user's strategy can't be found, or if an ``optimizer`` was passed to the trainer and
-    ``sharding`` names one of Colograd's strategies except `none`: the optimizer may need whole parameters."""
     if is_import_path(config.sharding):
         find_strategy(config.sharding)
         return

@@ -1,9 +1,7 @@
 """Reverse KL divergence KL(policy || teacher) per label (target token), computed one vocabulary tile at a time.
 
-`TeacherLogits` computes the divergence from the teacher's logits (`distillation_kl: exact`). `TeacherTop` computes it
-from the teacher's most probable tokens (`top_k`). In its forward the policy's head calls `sums` (begin the running
-sums), `gaps` and `add` (read a tile of the policy's logits) and `result` (return the divergence) of one of the two
-classes. In its backward it calls `spread` (return the divergence's gradient for a tile of logits)."""
+In its forward the policy's head calls `sums`, then `gaps` and `add` per tile of logits, and `result`, of
+`TeacherLogits` (`distillation_kl: exact`) or `TeacherTop` (`top_k`). In its backward it calls `spread` per tile."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """A teacher's output head, which may have more tokens than the policy's head."""
+    """A teacher's head, which may have more tokens than the policy's head."""
 
-    model: Any  # The teacher. Its configuration determines how logits are computed.
-    weight: torch.Tensor  # Weight of the head without gradient, (V, hidden).
+    model: Any
+    weight: torch.Tensor  # (V, hidden)
     bias: torch.Tensor | None
 
     @classmethod
     def of(cls, model: Any, device: torch.device | None = None) -> TeacherHead:
-        """Return a model's head, or a copy on ``device`` for a teacher that is offloaded or sharded by FSDP."""
+        """With ``device`` a copy, for a teacher that is offloaded or sharded by FSDP."""
         head = model.get_output_embeddings()
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
         bias = None if bias is None else bias.detach()
@@ -43,28 +41,26 @@ class TeacherHead:
         return self.logits(row.batch.scores["teacher_states"], row.temperature, row.candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return `TeacherLogits` for last hidden states (N, hidden) on the head's device. ``candidates`` are the tokens
-        that each label's distribution is over. None means the whole vocabulary."""
+        """``states``: (N, hidden). ``candidates``: the tokens of each label's distribution. None: all."""
         head = Head.of(self.model, temperature, states.device, candidates)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
 
 @dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """Computes tiles of the teacher's logits y for the policy's N labels (target tokens), and running sums of
-    KL(policy || teacher) over tiles of the policy's vocabulary. With the policy's logits x, the divergence is
-    E_policy[x - y] - log sum e^x + log sum e^y."""
+    """Tiles of the teacher's logits y, and running sums of the divergence from the policy with logits x: E_policy[x -
+    y] - log sum e^x + log sum e^y."""
 
-    states: torch.Tensor  # The teacher's last hidden states, (N, hidden).
+    states: torch.Tensor  # (N, hidden)
     weight: torch.Tensor
     bias: torch.Tensor | None
     head: Head
-    gap: torch.Tensor = field(init=False)  # Sum of e^(x - max x) (x - y) over the tiles so far, (N,).
-    total: torch.Tensor = field(init=False)  # Sum of e^(y - maximum) over the tiles so far, (N,).
-    maximum: torch.Tensor = field(init=False)  # Largest y of the tiles so far, (N,).
+    gap: torch.Tensor = field(init=False)  # (N,): sum of e^(x - max x) (x - y)
+    total: torch.Tensor = field(init=False)  # (N,): sum of e^(y - maximum)
+    maximum: torch.Tensor = field(init=False)  # (N,): largest y
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Compute a tile of the teacher's logits, (n labels, c tokens), with temperature, cap and candidates."""
+        """Return logits (n labels, c tokens)."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
         self.head.finish_(tile, row, vocabulary)
@@ -72,32 +68,36 @@ class TeacherLogits:
 
     def sums(self, like: torch.Tensor) -> TeacherLogits:
         self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)
-        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
+        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)  # finite: -inf minus -inf is NaN
         return self
 
-    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return x - y (n, c) for a tile of the policy's logits x, and update the running sum of the teacher's e^y."""
-        other = self.tile(row, vocabulary)
-        largest = torch.maximum(self.maximum[row], other.amax(dim=1))
+    def read(self, row: slice, vocabulary: slice) -> torch.Tensor:
+        """Return a tile like `tile`, and update the running sums."""
+        tile = self.tile(row, vocabulary)
+        largest = torch.maximum(self.maximum[row], tile.amax(dim=1))
         self.total[row] *= (self.maximum[row] - largest).exp()
-        self.total[row] += (other - largest[:, None]).exp_().sum(dim=1)
+        self.total[row] += (tile - largest[:, None]).exp_().sum(dim=1)
         self.maximum[row] = largest
-        return other.neg_().add_(tile)
+        return tile
+
+    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
+        """Return x - y (n, c) for a tile of the policy's logits x."""
+        return self.read(row, vocabulary).neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Add a tile's ``gaps`` (x - y), weighted by ``power`` (e^(x - max x)), to the sum `gap` times ``decay``."""
+        """``gaps``: x - y. ``power``: e^(x - max x)."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and the teacher's log sum e^y (N,). The policy's sum of e^(x - max x) is
-        ``total``, its log sum e^x is ``normaliser``."""
+        """Return the divergence (N,) and log sum e^y (N,). ``total``: sum of e^(x - max x). ``normaliser``: log sum
+        e^x."""
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return ``first`` (the entropy's gradient, or None) plus the divergence's gradient for a tile's logits."""
+        """Return ``first`` (the entropy's gradient, or None) plus the divergence's gradient."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
@@ -106,17 +106,17 @@ class TeacherLogits:
         return Spread(slope, constant, logq)
 
 
-REST = 1e-6  # Minimum probability of all tokens outside the top K, because 1 minus the sum of the top K is inexact.
+REST = 1e-6  # Minimum probability of the other tokens, because 1 minus the top K's sum is inexact.
 
 
 @dataclass(slots=True, eq=False)
 class TeacherTop:
-    """The teacher's K most probable tokens for each of N labels (target tokens), and the KL divergence computed with
-    them. KL(policy || teacher) counts all tokens outside the top K as one token, so the result is a lower bound."""
+    """The teacher's K most probable tokens for N labels. The others count as one token: a lower bound of the
+    divergence."""
 
-    ids: torch.Tensor  # Ids of the teacher's most probable tokens, (N, K) int64.
-    logprobs: torch.Tensor  # The teacher's log-probabilities of these tokens, (N, K).
-    own: torch.Tensor = field(init=False)  # The policy's logits of these tokens, (N, K).
+    ids: torch.Tensor  # (N, K) int64
+    logprobs: torch.Tensor  # (N, K)
+    own: torch.Tensor = field(init=False)  # the policy's logits, (N, K)
 
     @classmethod
     def beside(cls, row: Pass) -> TeacherTop:
@@ -136,9 +136,8 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return ``first`` plus the divergence's gradient, like `TeacherLogits.spread`. For a token of probability p it
-        is p (gap - KL). For a top token the gap is log p - log q, with the teacher's probability q. All tokens outside
-        the top K share one gap, of their total probabilities."""
+        """Return ``first`` plus the divergence's gradient, p (gap - KL) for a token of probability p. The gap is log p
+        - log q, with the teacher's probability q. All tokens outside the top K share one gap."""
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
         slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)
@@ -148,16 +147,16 @@ class TeacherTop:
         return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
-        """Read the top tokens' logits from a tile of the policy's logits. Without a result the head calls no `add`."""
+        """Without a result the head calls no `add`."""
         index, inside = self.columns(row, vocabulary)
         self.own[row] = torch.where(inside, tile.gather(1, index), self.own[row])
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,), and values for its gradient, (N, K + 1): p (g - r) for each top token, and r.
-        Here g is log p - log q of the token, and r is log p - log q of all tokens outside the top K together."""
+        """Return the divergence (N,), and values for its gradient, (N, K + 1): p (gap - r) for each top token, and r,
+        the gap of all tokens outside the top K."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
-        # A top token that the policy can't sample (its logit is HIDDEN) counts as a token outside the top K.
+        # A top token that the policy can't sample counts as another token.
         here = logq.exp().where(self.own > HIDDEN / 2, 0.0)
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()
@@ -166,9 +165,6 @@ class TeacherTop:
 
 
 class TeacherStep(ForwardStep):
-    """Forward step of the policy that computes, in addition to log-probabilities, the KL divergence from a teacher.
-    ``head`` makes the teacher's distribution from the micro-batch's field `teacher_states` or `teacher_top`."""
-
     def __init__(self, head: TeacherHead | type[TeacherTop]) -> None:
         self.head = head
 
@@ -178,13 +174,12 @@ class TeacherStep(ForwardStep):
 
 
 def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
-    """Last step of a teacher's forward: return the head's inputs for N labels (target tokens), (N, hidden)."""
+    """Return the head's inputs, (N, hidden)."""
     hidden = row.label_states()
     return (hidden.to(Head.of(row.model, row.temperature, hidden.device).dtype),)
 
 
 def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
-    """Last step of a teacher's forward: return the K most probable tokens for each label, as `top_tokens` does."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def top(hidden: torch.Tensor) -> torch.Tensor:
@@ -196,20 +191,19 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 
 
 def top_tokens(logits: TeacherLogits, k: int) -> torch.Tensor:
-    """Compute each label's K most probable tokens: ids and log-probabilities, (N, 2, K) float32."""
-    found, tile = [], tile_shape(len(logits.states), len(logits.weight), logits.states.device)
-    for row in parts(len(logits.states), tile[0]):
-        best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
-        ids, total = best.long(), torch.zeros_like(best.sum(1))
-        # The maximum begins with a finite value, because -inf minus -inf is NaN.
-        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)
-        for vocabulary in parts(len(logits.weight), tile[1]):
-            values = logits.tile(row, vocabulary)
-            largest = torch.maximum(maximum, values.amax(1))
-            total = total * (maximum - largest).exp() + (values - largest[:, None]).exp().sum(1)
-            maximum, top = largest, values.topk(min(k, values.shape[1]))
+    """Return ids and log-probabilities of each label's K most probable tokens, (N, 2, K) float32."""
+    count, found = len(logits.states), []
+    rows, columns = tile_shape(count, len(logits.weight), logits.states.device)
+    logits.sums(logits.states.new_empty(count, dtype=logits.head.exact))
+    for row in parts(count, rows):
+        best = logits.maximum.new_empty((row.stop - row.start, 0))
+        ids = best.long()
+        for vocabulary in parts(len(logits.weight), columns):
+            values = logits.read(row, vocabulary)
+            top = values.topk(min(k, values.shape[1]))
             best, ids = torch.cat([best, top.values], 1), torch.cat([ids, top.indices + vocabulary.start], 1)
             order = best.topk(min(k, best.shape[1])).indices
             best, ids = best.gather(1, order), ids.gather(1, order)
-        found.append(torch.stack([ids.float(), (best - (maximum + total.log())[:, None]).float()], 1))
+        normaliser = logits.maximum[row] + logits.total[row].log()
+        found.append(torch.stack([ids.float(), (best - normaliser[:, None]).float()], 1))
     return torch.cat(found)

@@ -20,7 +20,7 @@ from .teacher import UNTAUGHT
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTerm(LossTerm):
-    """Term of `distillation_kl: sampled`: add weight * (log teacher - log pi_old) to scored tokens' advantages."""
+    """`distillation_kl: sampled`: add weight * (log teacher - log pi_old) to scored tokens' advantages."""
 
     weight: float
 
@@ -28,8 +28,8 @@ class AdvantageTerm(LossTerm):
     waits = "a teacher's term isn't trained early"
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Change the advantages. The mean of log teacher - log pi_old over the policy's samples is minus the token's
-        reverse KL divergence (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later tokens)."""
+        """The mean of log teacher - log pi_old over the policy's samples is minus the token's reverse KL divergence
+        (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later tokens)."""
         gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
 
@@ -40,10 +40,10 @@ class AdvantageTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True)
 class DivergenceTerm(LossTerm):
-    """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence that `TeacherStep` computes."""
+    """`distillation_kl: exact` and `top_k`: the reverse KL divergence that `TeacherStep` computes."""
 
     weight: float
-    needs: tuple[str]  # Micro-batch field with the teacher's values.
+    needs: tuple[str]
 
     waits = AdvantageTerm.waits
 
@@ -60,12 +60,11 @@ class DivergenceTerm(LossTerm):
 
 
 def _taught(batch: MicroBatch) -> torch.Tensor:
-    """Return 1 for each token in the loss that a teacher has scored, and 0 for all other tokens, (N,)."""
+    """1 for each token in the loss that a teacher has scored, 0 for others."""
     return batch.loss_mask * (batch.scores["teacher_logprobs"] != UNTAUGHT)
 
 
 def teacher_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the distillation term of a run. None: the run has no teacher, or `distillation_weight` is 0."""
     if not config.distils or config.distillation_weight == 0:
         return None
     field = {"exact": "teacher_states", "top_k": "teacher_top"}.get(config.distillation_kl)

@@ -38,13 +38,11 @@ CONFLICTS = (
 
 
 def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
-    """Return the dataset column that names each prompt's teacher. Empty, unless the run has several teachers."""
     return (TEACHER,) if isinstance(config.teacher_model_name_or_path, dict) else ()
 
 
 def check_teacher_column(prompts: Any, args: GRPOConfig) -> None:
-    """Raise a ValueError if a run has several teachers, and a streamed dataset or a missing or wrong teacher column."""
-    from ...data import PromptDataset  # Only here: the configuration reads `CONFLICTS`, without the data's libraries.
+    from ...data import PromptDataset  # Only here: the configuration reads `CONFLICTS` without the data's libraries.
     from ...data.columns import columns_of
 
     if not isinstance(args.teacher_model_name_or_path, dict):
@@ -65,7 +63,7 @@ def check_teacher_column(prompts: Any, args: GRPOConfig) -> None:
 
 
 def goes_without_rewards(args: GRPOConfig) -> bool:
-    """Return whether the run has a teacher. Then it needs no rewards: a setting that needs them is a ValueError."""
+    """Return whether the run has a teacher. A setting that needs rewards is then a ValueError."""
     if not args.distils:
         return False
     if args.dynamic_sampling:

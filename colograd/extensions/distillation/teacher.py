@@ -1,8 +1,6 @@
-"""Teacher model of on-policy distillation: loading, checks, and computation of the teacher's values for packed rows.
+"""Teacher model of on-policy distillation: loading, checks, and the teacher's values for packed rows.
 
-`teacher_model_name_or_path` names a model of any size or architecture with the policy's tokens, or an adapter. For an
-adapter on the policy's base, with the trained adapter's shape, nothing is loaded: the policy's model runs with the
-teacher's adapter values (`_values_for` has all conditions). Any other adapter is loaded with its base, unmerged."""
+If the policy's model can run with the values of a teacher's adapter (`_values_for`), nothing is loaded."""
 
 from __future__ import annotations
 
@@ -28,13 +26,11 @@ from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead, label_states, label_top_tokens
 
-# Fields of peft's adapter configuration that determine how the adapter's product is scaled.
+# fields of peft's configuration that scale the adapter's product
 SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 class Teacher(FrozenModel):
-    """Teacher as a separate model in addition to the policy. ``head``: its head, with `distillation_kl: exact`."""
-
     of_policy = False
 
     def __init__(self, config: GRPOConfig, model: Any, offload: bool, head: TeacherHead | None = None) -> None:
@@ -49,8 +45,6 @@ class Teacher(FrozenModel):
 
 
 class OtherAdapter(Teacher):
-    """Teacher that is the policy's model with another adapter's values in place of the trained ones while it runs."""
-
     of_policy = True
 
     def __init__(self, config: GRPOConfig, model: Any, values: dict[str, torch.Tensor]) -> None:
@@ -69,25 +63,20 @@ class OtherAdapter(Teacher):
 
 
 class _Source:
-    """Location of a teacher model, and the settings for loading the teacher."""
-
     def __init__(self, config: GRPOConfig, policy: Policy) -> None:
-        self.name = str(config.teacher_model_name_or_path)  # The teacher's name in the configuration.
+        self.name = str(config.teacher_model_name_or_path)
         arguments: dict[str, Any] = dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
         if arguments.get("dtype") is None and arguments.get("torch_dtype") is None:
             arguments["dtype"] = str(policy.model.dtype).removeprefix("torch.")
         if config.teacher_model_revision is not None:
             arguments["revision"] = config.teacher_model_revision
-        # The run's configuration with the teacher's loading settings in place of the policy's.
         self.loading = copy.copy(config)
         self.loading.model_init_kwargs = arguments
         self.revision = arguments.get("revision")
-        self.trust = bool(
-            arguments.get("trust_remote_code", config.trust_remote_code)
-        )  # May the repository's code run?
+        self.trust = bool(arguments.get("trust_remote_code", config.trust_remote_code))
         saved = adapter_folder(self.name)
-        self.adapter = "" if saved is None else self.name  # Folder of the teacher's adapter. Empty means no adapter.
-        # Folder or Hub id of the teacher's model without adapter.
+        self.adapter = "" if saved is None else self.name
+        # Folder or Hub id of the model without adapter.
         self.base = self.name if saved is None else str(saved.get("base_model_name_or_path") or "")
         if not self.base:
             raise ValueError(
@@ -98,7 +87,7 @@ class _Source:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """Quantisation settings of the teacher, as in a checkpoint's config.json. None: the teacher isn't quantised."""
+        """Settings as in a checkpoint's config.json."""
         offers = (of(self.configuration(), self.loading, self.path) for of in registry.hooks("quantization"))
         return next(filter(None, offers), None)
 
@@ -106,7 +95,6 @@ class _Source:
         return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
 
     def outline(self) -> Any:
-        """Return the teacher's model on the meta device (without values). Later calls return it from a cache."""
         dtype = self.loading.torch_dtype()
         if not isinstance(dtype, torch.dtype):
             dtype = getattr(self.configuration(), "dtype", None) or torch.float32
@@ -117,7 +105,7 @@ _outline = functools.lru_cache(maxsize=8)(outline)
 
 
 def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
-    """Return a configuration with one teacher for each teacher by name. A single teacher has the name ""."""
+    """Return a configuration per teacher. A single teacher has the name ""."""
     configs = {name: copy.copy(config) if name else config for name in config.teachers}
     for name in filter(None, configs):
         configs[name].teacher_model_name_or_path = config.teachers[name]
@@ -125,8 +113,6 @@ def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
 
 
 def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
-    """Return the policy if the teachers can score its samples. Raise a ValueError if a teacher reads other tokens or
-    images than the policy, or can't be used with the run's settings. No weights are loaded."""
     for each in configs_of(config).values():
         source = _Source(each, policy)
         model = source.outline()
@@ -157,7 +143,6 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
 
 
 def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
-    """Raise a ValueError if ``tokens``, the longest possible sequence, exceeds a teacher's context."""
     for each in configs_of(config).values():
         source = _Source(each, policy)
         most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
@@ -201,9 +186,7 @@ def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the teacher's bytes on the policy's device, with FSDP in total over all ranks. FSDP adds one copy of the
-    head per rank with `distillation_kl: exact`. An offloaded teacher counts only such a copy. A teacher that runs as
-    another adapter of the policy's model counts only the adapter."""
+    """Return the bytes on the policy's device, with FSDP in total over all ranks."""
     source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
@@ -217,7 +200,6 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
 
 
 def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
-    """Load the configured teacher. All ranks load the same teacher, after the policy is on its device."""
     source = _Source(config, policy)
     if (values := _values_for(source, policy)) is not None:
         return OtherAdapter(config, policy.model, values)
@@ -237,10 +219,10 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
         products_in_float32(model)
     model.requires_grad_(False).eval()
     if config.on_cpu:
-        choose_rows(model)  # On a GPU packed rows are checked later, when the teacher is on the device.
+        choose_rows(model)  # on a GPU later, when the teacher is there
     offload = offloads(config, config.offload_teacher)
     stays = offload or config.cuts_weights
-    if stays:  # Buffers go to the device here, because offloading and FSDP move only parameters.
+    if stays:  # Offloading and FSDP move only parameters.
         for buffer in model.buffers():
             buffer.data = buffer.data.to(config.device)
     else:
@@ -254,8 +236,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
-    """Return the values of a teacher's adapter by the policy's parameter names, so that the policy's model can run as
-    the teacher. None if it can't: another base or own loading settings, or an adapter of another shape or scale."""
+    """Return an adapter's values by the policy's names. None: the policy's model can't run as this teacher."""
     file = os.path.join(source.adapter, "adapter_model.safetensors")
     if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
         return None
@@ -267,18 +248,18 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
         return None
     values = load_file(file)
     if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
-        return None  # With `distillation_kl: exact` the head is read while the policy's adapter is active.
+        return None  # the head is read while the policy's adapter is active
     known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
     if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
         return None
     return {known[key][0]: value for key, value in values.items()}
 
 
-UNTAUGHT = float("inf")  # Stands for a teacher's log-probability where the prompt names no teacher.
+UNTAUGHT = float("inf")  # log-probability where the prompt names no teacher
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
-    return PolicyForward(model, temperature)(prepared(row), label_states)[0].cpu()  # To the host, because it is large.
+    return PolicyForward(model, temperature)(prepared(row), label_states)[0].cpu()
 
 
 def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
@@ -289,8 +270,7 @@ def _of_its_groups(
     field: str, read: Callable[..., torch.Tensor], second: Any, model: Any, row: PackedRow, temperature: float,
     name: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute a teacher's values for a row's N labels, (N, ...). An empty ``name`` means a single teacher. One of
-    several teachers computes only log-probabilities of its groups. Other groups' values stay, or are UNTAUGHT."""
+    """One of several teachers (``name``) computes only log-probabilities of its groups."""
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]

@@ -1,6 +1,4 @@
-"""Blocks of a model for FSDP2: an embedding, a layer, a head, or the model with its remaining parameters.
-
-`fully_shard` gathers a block's weights in one exchange, and reduces a block's gradients in one exchange."""
+"""Blocks of a model for FSDP2: `fully_shard` gathers a block's weights, or sums its gradients, in one exchange."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ from ...sharding.zero import reduce_scatter
 
 class Exchange(NamedTuple):
     block: FSDPModule
-    summed: int = 0  # Number of gradient elements in a reduce-scatter. 0 means an all-gather of weights.
+    summed: int = 0  # Gradient elements of a reduce-scatter. 0: an all-gather of weights.
 
     def answer(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take part in an exchange that other ranks wait for, after a failure of this rank. Send zeros as gradients."""
+        """Take part in an exchange that other ranks wait for, after a failure of this rank."""
         if not self.summed:
             self.block.unshard()
             self.block.reshard()
@@ -36,11 +34,11 @@ class Exchange(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    root: Any  # The whole model as a block, for the parameters outside the other blocks.
+    root: Any  # The model, for the parameters outside the other blocks.
     decoder: list[Any]
-    embedding: list[Any]  # The input embedding. Empty for a tied embedding, which belongs to the root block.
-    head: list[Any]  # Empty if the embedding is.
-    tower: list[Any]  # Layers of the vision tower.
+    embedding: list[Any]  # Empty for a tied embedding, which belongs to the root.
+    head: list[Any]
+    tower: list[Any]
 
     @property
     def layers(self) -> list[Any]:
@@ -50,10 +48,7 @@ class Blocks(NamedTuple):
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """Yield the exchanges of a backward in FSDP's order. A layer's weights are gathered while the layer after it is
-        computed. Root and embedding come last, because their inputs have no gradient. A frozen tower has no exchange.
-        ``sizes``: each block's gradient elements. ``reshard``: whether the backward gathers the layers' weights again,
-        because layers have freed them after the forward."""
+        """Yield a backward's exchanges in FSDP's order: a layer's weights come while the layer after it is computed."""
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
         sums = [Exchange(block, sizes[block]) for block in (*self.head, *layers)]
@@ -65,7 +60,7 @@ class Blocks(NamedTuple):
 
 
 class _Comm(functools.partial):
-    """A function that runs FSDP's collectives, with the method `allocate` that FSDP needs."""
+    """A collective, with the method `allocate` that FSDP needs."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -75,13 +70,9 @@ def cut(
     model: Any, device: torch.device, exchange: Callable[..., Any], gradients: torch.dtype, reshard: bool = True,
     offload: bool = False,
 ) -> Blocks:  # fmt: skip
-    """Apply `fully_shard` to a model in place, block by block, for computation on ``device``.
-
-    Args:
-        exchange: function of a block and a collective's arguments that runs the collective.
-        gradients: dtype of gradient sums.
-        reshard: whether layers free their whole weights after a forward.
-        offload: whether this rank's rows are moved to page-locked host memory, and not to ``device``."""
+    """Apply `fully_shard` to a model in place, block by block. ``exchange`` runs a block's collective. ``reshard``:
+    whether layers free their whole weights after a forward. ``offload``: whether rows move to page-locked host
+    memory."""
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -97,7 +88,7 @@ def cut(
     def shard(module: Any, reshard_after_forward: bool) -> Any:
         fully_shard(module, reshard_after_forward=reshard_after_forward, **rule)
         group = module._get_fsdp_state()._fsdp_param_group
-        # Rows go to memory of `host_empty`, because torch would round sizes of page-locked memory up to powers of two.
+        # torch would round sizes of page-locked memory up to powers of two, and `host_empty` doesn't.
         for parameter in group.fsdp_params if offload and group is not None else ():
             watchdog.progress()
             padded, rows = parameter._sharded_param_data, parameter.sharded_param._local_tensor
@@ -111,18 +102,18 @@ def cut(
     if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
         keep_gradients_out(blocks.tower)
         for module in blocks.tower:
-            module.set_unshard_in_backward(False)  # The backward doesn't need a frozen tower's weights.
+            module.set_unshard_in_backward(False)
     for module in blocks.embedding:
         shard(module, True).set_unshard_in_backward(False)
-    # The head and the root's own parameters stay whole after a forward, because the backward begins with the head.
+    # These stay whole after a forward, because the backward begins with the head.
     for module in (*blocks.head, model):
         shard(module, False)
     for block in blocks.all():
-        block.set_gradient_divide_factor(1.0)  # Sums of gradients, because the step's denominator divides them later.
+        block.set_gradient_divide_factor(1.0)  # The step's denominator divides gradients later.
         block.set_force_sum_reduction_for_comms(True)
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
-            # torch's zeros for unused parameters have the parameters' dtype, so this needs sums of the same dtype.
+            # torch's zeros for unused parameters have the parameters' dtype.
             block.set_reduce_scatter_unused_params(True)
         block.set_custom_all_gather(_Comm(exchange, block))
         block.set_custom_reduce_scatter(_Comm(exchange, block))
@@ -130,7 +121,7 @@ def cut(
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Raise a ValueError if `fully_shard` can't shard the model. FSDP may raise later, or only on some ranks."""
+    """Raise a ValueError where FSDP would raise later, or only on some ranks."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():

@@ -1,7 +1,4 @@
-"""Parameters that FSDP2 shards by rows, an all-gather of the rows with a limit on memory, and weight sync `gathered`.
-
-A publish gathers rows of all ranks, a few at a time. It casts rows to the engine's dtype before the all-gather, and
-copies them into the engine's tensors. So no whole block of the policy is in memory besides the engine's weights."""
+"""Parameters that FSDP2 shards by rows, and weight sync `gathered`, which gathers a few rows of all ranks at a time."""
 
 from __future__ import annotations
 
@@ -24,17 +21,14 @@ from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
 from ...weights.sync import PlannedSync, bind, obstacle
 
-# Largest number of elements in one all-gather, except that each rank sends at least one row.
 ELEMENTS = 2**24
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of a parameter."""
-
     name: str
-    first: int  # Index of the first row.
-    values: torch.Tensor  # Values of the rows, [rows, ...].
-    total: int  # Number of rows of the whole parameter.
+    first: int
+    values: torch.Tensor  # [rows, ...]
+    total: int  # rows of the whole parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +37,26 @@ class Cut:
 
     name: str
     local: torch.Tensor  # This rank's rows, [rows, ...].
-    shape: torch.Size  # Shape of the whole parameter.
+    shape: torch.Size  # of the whole parameter
 
     @property
     def share(self) -> int:
-        """Number of rows per rank, rounded up."""
+        """Rows per rank, rounded up."""
         return -(-self.shape[0] // world_size())
 
     @property
     def row(self) -> int:
-        """Number of elements in one row of the parameter."""
         return self.shape[1:].numel()
 
     def rows_of(self, owner: int) -> range:
-        """Return the range of rows that rank ``owner`` has."""
         return range(min(owner * self.share, self.shape[0]), min((owner + 1) * self.share, self.shape[0]))
 
 
 def cuts_of(model: torch.nn.Module) -> list[Cut]:
-    """Free a sharded model's whole weights. Return a `Cut` (this rank's rows) for each parameter, tied ones once."""
+    """Free a sharded model's whole weights, and return its parameters, tied ones once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # A forward may leave whole weights, e.g. if it was interrupted.
+            module.reshard()  # An interrupted forward may leave whole weights.
     cuts = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),), f"{name} isn't cut by rows"
@@ -77,14 +69,9 @@ def gathered(
     cuts: Sequence[Cut], device: torch.device, dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
 ) -> Iterator[Rows]:  # fmt: skip
-    """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one is yielded.
-
-    Args:
-        device: device of the collectives and of the yielded rows.
-        dtype_of: function from a parameter's name to the dtype of its yielded rows. None keeps the parameter's dtype.
-        elements: largest number of elements in one all-gather, except that each rank sends at least one row."""
+    """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one."""
     pieces = []
-    for cut in cuts:  # Divide a rank's rows into ranges, so that one range of every rank fits into an all-gather.
+    for cut in cuts:  # One range of every rank fits into an all-gather.
         step = max(1, elements // (cut.row * world_size()))
         pieces += [(cut, range(first, min(first + step, cut.share))) for first in range(0, cut.share, step)]
 
@@ -101,14 +88,14 @@ def gathered(
             watchdog.progress()
             for owner, part in enumerate(received.split(len(sent))):
                 for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
-                    actual = cut.rows_of(owner)[rows.start : rows.stop]  # Without padding.
+                    actual = cut.rows_of(owner)[rows.start : rows.stop]  # without padding
                     if actual:
                         shape = (len(actual), *cut.shape[1:])
                         yield Rows(cut.name, actual.start, values[: cut.row * len(actual)].view(shape), cut.shape[0])
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in a slice's ``destination``, and values of ``rows`` to write there. None or no indices: none."""
+    """Return indices in ``destination``, and values of ``rows`` to write there."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]
@@ -122,12 +109,10 @@ def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tenso
 
 
 class GatheredWeights(PlannedSync):
-    """Weight sync of a policy that FSDP shards by rows. The rows' memory may change between publishes."""
-
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         self.places: dict[str, list[Slice]] = {}
-        for part in slices:  # Keep no references to the whole parameters, so that their memory can be freed.
+        for part in slices:  # Free the memory of the whole parameters.
             place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
             self.places.setdefault(part.name, []).append(place)
 
@@ -147,12 +132,11 @@ class GatheredWeights(PlannedSync):
         return self.nbytes
 
     def differing(self) -> list[str]:
-        """Return the names of parameters that differ from the engine's weights. A collective."""
         rows = self._rows()
         return [*dict.fromkeys(name for name, to, where, values in rows if not torch.equal(to[where], values))]
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """Yield rows of all parameters: parameter name, engine tensor, indices in the tensor, values in its dtype."""
+        """Yield parameter name, engine tensor, indices in the tensor, values in its dtype. A collective."""
         device = next(iter(self.places.values()))[0].destination.device
         cuts = cuts_of(self._policy)
         for rows in gathered(cuts, device, lambda name: self.places[name][0].destination.dtype):
@@ -165,10 +149,9 @@ class GatheredWeights(PlannedSync):
 
 
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
-    """Create `GatheredWeights`. If every parameter can, the policy shares the engine's memory until FSDP shards the
-    policy, so that the device never has two copies."""
+    """Let the policy share the engine's memory until FSDP shards it, so that the device never has two copies."""
     if not any(obstacle(part) for part in pairing.slices):
         bind(pairing.slices)
-        move(pairing.policy, pairing.device)  # Parameters are in place, so only buffers move.
+        move(pairing.policy, pairing.device)  # only buffers move
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)

@@ -1,9 +1,8 @@
 """FSDP2 (`fully_shard`): ranks shard the policy's weights, gradients and optimizer state by rows.
 
-Each forward gathers the weights block by block. By default each backward gathers the layers' weights again
-(`fsdp_reshard_after_forward`). Gradients add up in their own dtype, such as float32. The optimizer updates plain
-tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights inside forwards and backwards.
-So a rank that fails still takes part in the exchanges that other ranks wait for. Then all ranks fail."""
+The optimizer updates plain tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights
+inside forwards and backwards. So a rank that fails still takes part in the exchanges that other ranks wait for, and
+then all ranks fail."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ...config import GRPOConfig
 from ...parallel.faults import telling
 from ...parallel.ranks import on_all_ranks, rank
-from ...parallel.shards import all_gather
+from ...parallel.shards import all_gather, gradient_dtype
 from ...sharding.strategy import Owned
 from ...sharding.weight_files import WeightFiles, all_names, completed
 from ...sharding.zero import SharedParts, reduce_scatter
@@ -35,11 +34,8 @@ FORWARD, BACKWARD = "forward", "backward"
 class FullySharded(SharedParts):
     """Sharding strategy `fsdp`: each rank has some rows of every parameter, with their gradients and optimizer state.
 
-    Args:
-        model: the whole model, on any device. It is sharded in place, block by block.
-        device: device that computes. None means the model's device.
-        reshard: whether a layer's weights are freed after its forward, and gathered again for its backward.
-        offload: whether each rank's rows are in page-locked host memory. On a CPU `offload` has no effect."""
+    ``model`` is sharded in place, and computes on ``device`` (None: its own). ``reshard``: whether layers free their
+    weights after a forward. ``offload``: whether rows stay in page-locked host memory, with no effect on a CPU."""
 
     meets_in_backward = True
     device: Any = None
@@ -50,18 +46,17 @@ class FullySharded(SharedParts):
         super().__init__(model)
         self.device = device or next(model.parameters()).device
         self._reshard, self._offload = reshard, offload and self.device.type != "cpu"
-        # Gradients are summed in the widest gradient dtype of a trained parameter.
-        dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
+        dtypes = (gradient_dtype(p) for p in model.parameters() if p.requires_grad)
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
-        self._exchanges: list[Exchange] = []  # Exchanges of the running pass (a forward or backward) so far.
-        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # The last complete pass.
-        self._entered: dict[Any, None] = {}  # Models that have begun a forward. `discard` resets these models.
-        self._began = False  # Whether a forward or backward has begun since `agree` was entered.
-        # `_summed` has this rank's rows of one block's summed gradients. `_offset` counts the elements that parameters'
-        # hooks have read from `_summed`.
+        self._exchanges: list[Exchange] = []
+        # Exchanges of each model's last complete forward and backward.
+        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}
+        self._entered: dict[Any, None] = {}  # Models that have begun a forward.
+        self._began = False
+        # This rank's rows of one block's summed gradients, and the number of elements that hooks have read.
         self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
-        self._whole: list[Any] = []  # Unsharded parameters, which FSDP allocates only during a forward and backward.
+        self._whole: list[Any] = []  # Whole parameters, which FSDP allocates only during a forward and backward.
         for block in self.blocks.all():
             block.unshard()
             self._whole += [p for p in block.parameters() if p.requires_grad and not isinstance(p, DTensor)]
@@ -70,16 +65,16 @@ class FullySharded(SharedParts):
             parameter.grad_dtype = self._gradients  # A tied embedding adds two gradients: don't round the sum.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
-        # The block of each parameter. The root block comes first and has all parameters. Other blocks replace it.
+        # The root block comes first, and has all parameters. Other blocks replace it.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
-        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # Gradient elements per block, with padding.
+        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # gradient elements, with padding
         for one in self.cuts:
             parameter = model.get_parameter(one.name)
             if parameter.requires_grad:
                 self._register(one, parameter)
                 self._sizes[owner[id(parameter)]] += one.share * one.row * self.parts
         self._pattern[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
-        self.traffic.take()  # Reset the counter, so that the first step doesn't count the setup's traffic.
+        self.traffic.take()  # The first step doesn't count this traffic.
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> FullySharded:
@@ -118,7 +113,6 @@ class FullySharded(SharedParts):
             self._pieces[one.name] = Owned(one.name, part, start, start + part.numel())
 
         def take(parameter: torch.Tensor) -> None:
-            """Add this rank's rows of the block's summed gradients to the gradient of the optimizer's parameter."""
             parameter.grad = None  # torch may have rounded this gradient to the parameter's dtype.
             first, self._offset = self._offset, self._offset + one.share * one.row
             piece = self._pieces.get(one.name)
@@ -131,7 +125,6 @@ class FullySharded(SharedParts):
     def _exchange(
         self, block: FSDPModule, output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: Any = None, **kwargs: Any
     ) -> Any:
-        """Record and run a collective of a block: an all-gather of weights, or with ``op`` the sum of gradients."""
         if op is None:
             self._exchanges.append(Exchange(block))
             self.traffic.gathered += output_tensor.nbytes
@@ -154,37 +147,35 @@ class FullySharded(SharedParts):
             try:
                 yield
             except Exception as error:
-                if not self._began:  # Take part in the other ranks' forward. All ranks fail at the forward's end.
+                if not self._began:  # Other ranks are in the forward, at whose end all ranks fail.
                     with contextlib.suppress(Exception), self._forward(self.blocks):
                         raise error
                 raise
 
     @contextmanager
     def _forward(self, blocks: Blocks) -> Iterator[None]:
-        """Context of a sharded model's forward. A forward that fails on one rank fails on all ranks."""
+        """A forward that fails on one rank fails on all ranks."""
         self._began = True
         with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():  # A backward frees the gathered weights. Without a backward, free them here.
+        if not torch.is_grad_enabled():  # Only a backward frees gathered weights.
             for block in blocks.all():
                 block.reshard()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. A rank that fails still takes part in the remaining exchanges. A collective."""
         self._began = True
         with self._answering(self.model, BACKWARD):
             super().backward(loss)
 
     @contextmanager
     def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:
-        """Record the exchanges of a forward or backward. If it fails, take part in the exchanges still to come."""
         self._exchanges.clear()
         try:
             yield
         except Exception as error:
             if self._exchanges:
                 self._entered[model] = None
-            traceback.clear_frames(error.__traceback__)  # Free activations, because the exchanges need memory.
+            traceback.clear_frames(error.__traceback__)  # The exchanges need memory.
             for exchange in self._pattern[model, kind][len(self._exchanges) :]:
                 exchange.answer(self.device, self._gradients)
             raise
@@ -192,7 +183,7 @@ class FullySharded(SharedParts):
         self._entered[model] = None
 
     def sum_gradients(self) -> None:
-        """Set missing gradients to zeros. All other gradients were already summed over the ranks in the backwards."""
+        """The backwards have summed all gradients that aren't missing."""
         for piece in self._pieces.values():
             if piece.part.grad is None:
                 piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)
@@ -210,7 +201,7 @@ class FullySharded(SharedParts):
         for parameter in self._whole:
             parameter.grad = None
         for model in self._entered:
-            model.reset_iter_state()  # Undo the start of the failed forward or backward.
+            model.reset_iter_state()  # Undo the start of the failed pass.
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())

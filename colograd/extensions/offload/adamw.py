@@ -1,5 +1,4 @@
-"""Optimizer state or gradients on the host: `adamw_split` reads them piece by piece (`offload_optimizer: stream`,
-`offload_gradients`), or the state moves to the host while the engine samples (`offload_optimizer: sampling`)."""
+"""Optimizer state or gradients on the host, read piece by piece, or moved there while the engine samples."""
 
 from __future__ import annotations
 
@@ -16,16 +15,13 @@ from .host_stream import ELEMENTS, HostStream, Job
 
 
 class HostAdamW(AdamWSplit):
-    """AdamW that reads its state (if ``streamed``), gradients or both from host memory piece by piece."""
-
-    host_gradients: Any = None  # An `OnHost` strategy. Its gradient sums replace the parameters' `grad`.
+    host_gradients: Any = None  # An `OnHost` strategy, whose sums replace `grad`.
 
     def __init__(self, params: Iterable[Any], streamed: bool = False, **settings: Any) -> None:
         self.streamed = streamed
         super().__init__(params, **settings)
 
     def reserve(self) -> None:
-        """Page-lock the memory of the streamed state in the background. Call once the parameters are final."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         sizes = [
             parameter.numel() * DTYPES[name].itemsize
@@ -42,7 +38,6 @@ class HostAdamW(AdamWSplit):
         factor, read = (1.0, []) if self.host_gradients is None else (self.host_gradients.factor, ["grad"])
 
         def job(piece: Piece, update: Callable[[Piece], None]) -> Job:
-            """Return the job that updates a piece of a parameter, with device copies of the host's tensors."""
             state = [name for name in DTYPES if self.streamed and getattr(piece, name) is not None]
 
             def kernel(tensors: Sequence[torch.Tensor]) -> None:
@@ -64,7 +59,7 @@ class HostAdamW(AdamWSplit):
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         if not self.streamed:
             return super()._place(parameter, name)
-        watchdog.progress()  # Report progress, because page-locking a large model's state may take minutes.
+        watchdog.progress()  # Page-locking a large model's state may take minutes.
         return host_empty(parameter.shape, DTYPES[name], parameter.device)
 
     def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:
@@ -82,8 +77,7 @@ def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
 
 
 class OptimizerOffload:
-    """Moves an optimizer's state to the host and back. Only the storage of the state's tensors changes, so references
-    to the tensors stay valid. Scalars (`step`) don't move. The next move reuses the (page-locked) host memory."""
+    """Only the storage of the state's tensors changes, so references to the tensors stay valid."""
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}
@@ -91,7 +85,6 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_host(self, optimizer: torch.optim.Optimizer) -> int:
-        """Move the state to the host, and return the moved bytes: 0 if the state is on the host, or not yet made."""
         if self._away:
             return 0
         values = [value for state in optimizer.state.values() for value in state.values()]
@@ -110,7 +103,6 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_device(self) -> int:
-        """Move the state from the host back to the device, and return the moved bytes."""
         for tensor, device in self._away:
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
         self._wait()

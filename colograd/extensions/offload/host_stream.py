@@ -1,9 +1,7 @@
-"""Computation on the device with tensors that stay in page-locked host memory: optimizer state (`offload_optimizer:
-stream`), and sums of gradients (`offload_gradients`).
+"""Computation on the device with tensors that stay in page-locked host memory.
 
-A job is a kernel with a few host tensors that it reads or changes. Jobs use two buffers on the device by turns. While
-a kernel runs on one buffer and its results return to the host, the other buffer is filled. So both directions of the
-bus are busy at once. `HostSums` adds gradients to sums in host memory while the backward continues."""
+Jobs use two buffers on the device by turns. While a kernel runs on one buffer and its results return to the host, the
+other buffer is filled, so that both directions of the bus are busy at once."""
 
 from __future__ import annotations
 
@@ -20,53 +18,47 @@ from ...runtime.page_locked import host_empty
 
 ELEMENTS = 2**23  # Elements per job. 10 bytes of each take about 2 ms on PCIe 5, far longer than a kernel's launch.
 BUFFERS = 2
-ALIGNED = 256  # Alignment of buffers in bytes, like the allocator's blocks. Kernels load 16 bytes at a time.
+ALIGNED = 256  # Bytes, like the allocator's blocks. Kernels load 16 bytes at a time.
 
-LIMIT = 2**30  # Largest number of gradient bytes in transfer at once. With more the backward waits for the bus.
-ITEMSIZE = 10  # Largest number of bytes of optimizer state per element of a parameter.
+LIMIT = 2**30  # Maximum gradient bytes in transfer at once.
 
 
 class Job(NamedTuple):
     kernel: Callable[[Sequence[torch.Tensor]], Any]  # Called with device copies of `written`, then of `read`.
-    written: Sequence[torch.Tensor] = ()  # Host tensors that the kernel changes. Their device copies are copied back.
-    read: Sequence[torch.Tensor] = ()  # Host tensors that the kernel only reads.
+    written: Sequence[torch.Tensor] = ()
+    read: Sequence[torch.Tensor] = ()
 
 
-def device_bytes(nbytes: int, itemsize: int = ITEMSIZE) -> int:
-    """Return the bytes of the device buffers for ``nbytes`` of optimizer state or gradient sums on the host, with
-    ``itemsize`` bytes per element of a parameter."""
+def device_bytes(nbytes: int, itemsize: int = 10) -> int:
+    """Return the bytes of the device buffers. An element of a parameter has at most 10 bytes of optimizer state."""
     return min(nbytes, BUFFERS * ELEMENTS * itemsize)
 
 
 def on_way(gradients: int, largest: int) -> int:
-    """Return the peak device memory of gradients during a backward, in bytes, from the bytes of all ``gradients`` and
-    of the ``largest`` gradient, which is computed while other gradients are in transfer."""
+    """Return the peak device memory of gradients during a backward, from all ``gradients`` and the ``largest``."""
     return min(gradients, LIMIT + largest)
 
 
 class HostStream:
-    """Runs jobs on one device in order. Streaming changes no kernel, so results equal those without it bit for bit.
-    ``apart``: run the kernels on a separate CUDA stream, so that the present stream never waits for the bus."""
+    """Runs jobs in order. ``apart``: on a separate CUDA stream, so that the present stream never waits for the bus."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
-        # The device's module in torch. On a CPU this is `torch.cpu`, and its streams do nothing.
+        # On a CPU this is `torch.cpu`, and its streams do nothing.
         self.torch: Any = torch.get_device_module(device)
         self.filling, self.emptying = self.torch.Stream(), self.torch.Stream()
         self._apart = self.torch.Stream() if apart else None
-        # Two buffers on the device by index, each with an event at the end of the last copy from the buffer.
+        # Two buffers on the device, each with an event at the end of the last copy from it.
         self._buffers: dict[int, tuple[torch.Tensor, Any]] = {}
         self._turns = itertools.cycle(range(BUFFERS))
 
     def event(self, stream: Any = None) -> Any:
-        """Return an event that ends after all work that is now queued on a stream. None means the present stream."""
         event = self.torch.Event()
         event.record(stream or self.torch.current_stream())
         return event
 
     def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any = None) -> Any:
-        """Queue a copy of ``tensor`` to ``place`` on ``stream``, after the present stream's work and the event
-        ``after``, if it isn't None. Return the event of the copy's end."""
+        """Queue a copy on ``stream``, after the present stream's work and ``after``. Return the copy's event."""
         for event in filter(None, (self.event(), after)):
             event.wait(stream)
         with self.torch.stream(stream):
@@ -75,22 +67,20 @@ class HostStream:
 
     @torch.no_grad()
     def run(self, jobs: Iterable[Job]) -> None:
-        """Run all jobs. The host waits until the jobs' host tensors have their new values."""
         for job in jobs:
             self.push(job)
         self.wait()
 
     @torch.no_grad()
     def push(self, job: Job, arrived: Any = None) -> None:
-        """Queue a job. It reads its host tensors after the event ``arrived``, and runs its kernel after the present
-        stream's work. The host doesn't wait for the job's end."""
+        """Queue a job, which reads its host tensors after the event ``arrived``."""
         present = self.torch.current_stream()
         computing, turn, host = self._apart or present, next(self._turns), (*job.written, *job.read)
         sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in host]
         buffer, emptied = self._buffers.get(turn, (None, None))
         if buffer is None or sum(sizes) > len(buffer):
             if emptied is not None:
-                emptied.synchronize()  # Wait until the smaller buffer's memory can be reused.
+                emptied.synchronize()  # for the smaller buffer's memory
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
             self.event(present).wait(self.filling)  # Earlier users of the new buffer's memory are done after this.
         parts = zip(itertools.accumulate([0, *sizes]), host, strict=False)
@@ -111,35 +101,32 @@ class HostStream:
         self._buffers[turn] = buffer, self.event(self.emptying)
 
     def wait(self) -> None:
-        """Make the host wait until all jobs are done, and free the buffers on the device."""
         self.event(self.emptying).synchronize()
         self._buffers = {}
 
 
 class HostSums:
-    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. The first
-    gradient is copied there. For a later gradient the sum is copied to the device in pieces, added to, and copied back,
-    in parallel to the backward. Additions keep the order of the calls, so that sums equal device sums bit for bit."""
+    """Gradient sums of one optimizer step, by key, in page-locked host memory. Additions keep the order of the calls,
+    so that sums equal device sums bit for bit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = HostStream(device, apart=True)
-        self.places: dict[Hashable, torch.Tensor] = {}  # Host memory of each sum, by key.
-        self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host, by the sum's key.
-        # Gradients on their way to the host, each with an event at the end of its copy.
+        self.places: dict[Hashable, torch.Tensor] = {}
+        self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host.
+        # Gradients, each with the event of its copy to the host.
         self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
 
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """Return the gradient sum of a key, or None if this step has added nothing to it. Call `settle` first."""
+        """Call `settle` first."""
         return self.places[key] if key in self._arrived else None
 
     def pop(self, key: Hashable) -> torch.Tensor | None:
-        """Return the gradient sum of a key like `get`, and then treat the step as one without this sum."""
         return None if self._arrived.pop(key, None) is None else self.places[key]
 
     @torch.no_grad()
     def add(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Queue the addition of a gradient to the sum of ``key``. The caller must not change the gradient any more."""
+        """Queue an addition. The caller must not change the gradient any more."""
         place = self._place(key, gradient)
         flat, total = gradient.contiguous().view(-1), place.view(-1)
         stream, arrived = self._stream, self._arrived.get(key)
@@ -153,13 +140,12 @@ class HostSums:
         self.let_go(LIMIT)
 
     def let_go(self, most: int = 0) -> None:
-        """Free gradients on the device, the oldest first, until at most ``most`` bytes are in transfer. The present
-        stream waits for their copies to the host, so that memory isn't reused while a copy still reads it."""
+        """Free gradients until at most ``most`` bytes are in transfer. The stream waits, so that memory isn't reused
+        early."""
         while sum(tensor.nbytes for _, tensor in self._on_way) > most:
             self._on_way.popleft()[0].wait(self._stream.torch.current_stream())
 
     def zero(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
-        """Set the gradient sum of a parameter to zeros. Call `settle` first."""
         self._place(parameter, parameter, dtype).zero_()
         self._arrived[parameter] = self._stream.event(self._stream.emptying)
 
@@ -168,13 +154,11 @@ class HostSums:
         self._on_way.clear()
 
     def discard(self) -> None:
-        """Forget all sums. The next step reuses their memory."""
         self.let_go()
         self._arrived.clear()
 
     @torch.no_grad()
     def squared_norm(self) -> float:
-        """Return the sum of squares of all gradient sums, computed in float64. Call `settle` first."""
         norms: list[torch.Tensor] = []
         pieces = [piece for key in self._arrived for piece in self.places[key].view(-1).split(ELEMENTS)]
         norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)

@@ -1,8 +1,7 @@
 """Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
 
-A checkpointed layer saves only its input, and is computed again in the backward. Here the input is copied to
-page-locked host memory while later layers run. The input is copied back during the backward of the layer after it. So
-the device holds the inputs of a few layers. Gradients are equal bit for bit to those without offloading."""
+A checkpointed layer saves only its input. This input is copied to the host while later layers run, and copied back
+during the backward of the layer after it. So the device holds the inputs of a few layers."""
 
 from __future__ import annotations
 
@@ -24,21 +23,19 @@ from ...runtime import process
 from ...runtime.page_locked import host_empty
 from .host_stream import HostStream
 
-KEPT = 2  # Number of layer inputs that are on the device at a time while they are copied to the host or back.
+KEPT = 2  # Layer inputs on the device while they are copied to the host or back.
 
 
 class LayerInputs(HostStream):
-    """Inputs of a model's checkpointed layers in host memory, which every micro-batch reuses."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.free: list[tuple[torch.Tensor, Any]] = []  # Unused host memory, with the event of the last copy from it.
-        self._largest = 0  # Bytes of the largest input so far.
+        self.free: list[tuple[torch.Tensor, Any]] = []  # host memory, with the event of the last copy from it
+        self._largest = 0
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
         self._last: Callable[[], _Input | None] = lambda: None
 
     def __deepcopy__(self, memo: Any) -> LayerInputs:
-        return self  # A copy of the model shares the host memory.
+        return self  # copies of the model share the host memory
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with saved_tensors_hooks(self._pack, self._unpack):
@@ -46,7 +43,7 @@ class LayerInputs(HostStream):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not tensor.is_floating_point() or tensor.device.type != self.device.type:
-            return tensor  # Leave integers, and a tensor of another device, where they are.
+            return tensor
         kept = _Input(self, tensor.detach(), self._last)
         self._last = weakref.ref(kept)
         self._on_way.append(self._last)
@@ -65,8 +62,7 @@ class LayerInputs(HostStream):
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return host memory of at least ``nbytes``, and the event that must end before a write to it (None for new
-        memory). Rows differ in length. Memory that is too small is freed, so that later pieces fit the longest row."""
+        """Return host memory and the event of its last copy. Memory that is too small for the longest row is freed."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -79,50 +75,47 @@ class LayerInputs(HostStream):
 
 
 class _Input:
-    """Input of one checkpointed layer, on the host and, while the device needs or copies it, also on the device."""
+    """Input of one checkpointed layer, on the host and for a time also on the device."""
 
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
         self.owner, self.shape, self.dtype = owner, tensor.shape, tensor.dtype
         self.tensor: torch.Tensor | None = tensor.contiguous()
-        self.stream = owner.torch.current_stream()  # The stream that reuses the tensor's memory once it is freed.
+        self.stream = owner.torch.current_stream()  # the stream that reuses the memory
         self.before = before
         self.whole_place, readable = owner.take_place(tensor.nbytes)
         self.place = self.whole_place[: tensor.nbytes]
         self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.emptying, readable)
-        self.come: Any = None  # Event at the end of the copy to the device.
+        self.come: Any = None  # event of the copy to the device
 
     def leave(self) -> None:
         self.sent.wait(self.owner.torch.current_stream())
         self.tensor = None
 
     def fetch(self) -> None:
-        """Queue the copy of the input from the host to the device, unless the input is on the device."""
         if self.tensor is None:
             self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self.owner.device)
             flat = self.tensor.view(-1).view(torch.uint8)
             self.come = self.owner.copy(flat, self.place, self.owner.filling, self.sent)
 
     def __del__(self) -> None:
-        """Release the input's device and host memory, which may be reused only after the queued copies have ended."""
+        """The memory may be reused only after the queued copies."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
             last.wait(self.stream)
             self.owner.free.append((self.whole_place, last))
 
 
 def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None]:
-    """Return `inputs_on_host` for `gradient_checkpointing: offload`, or else a context that does nothing."""
     inputs = LayerInputs(config.device) if config.offloads_activations and not config.on_cpu else None
     return inputs_on_host(unwrap(model), inputs) if config.offloads_activations else nullcontext()
 
 
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
-    """Context that makes transformers' gradient checkpointing, if it is enabled inside, keep layers' inputs on the host
-    until the context ends. ``inputs`` copies the inputs. None means no copies, because a CPU only has host memory."""
+    """Make transformers' gradient checkpointing keep layers' inputs on the host. On a CPU ``inputs`` is None."""
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
-        # Drop the option `offload`: with it transformers copies on the computing stream, which waits for the copies.
+        # With `offload` transformers copies on the computing stream, which then waits.
         given = {k: v for k, v in getattr(gradient_checkpointing_func, "keywords", {}).items() if k != "offload"}
         function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
         usual(enable=enable, gradient_checkpointing_func=function, **options)

@@ -1,7 +1,6 @@
-"""Sharding strategies for `offload_gradients`: each rank has the whole policy, and gradient sums are in host memory.
+"""Sharding strategies for `offload_gradients`: gradient sums in host memory, equal to device sums bit for bit.
 
-Offloading doesn't change the order of additions, so the sums stay equal bit for bit. The optimizer reads the sums piece
-by piece, and multiplies each piece by a clipping factor below 1. So clipping doesn't have to write to host memory."""
+The optimizer multiplies each piece by the clipping factor, so that clipping doesn't write to host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch
 from ...config import GRPOConfig
 from ...parallel import watchdog
 from ...parallel.ranks import world_size
-from ...parallel.shards import sum_over_ranks
+from ...parallel.shards import gradient_dtype, sum_over_ranks
 from ...runtime.page_locked import host_empty, reserve
 from ...sharding.strategy import ShardingStrategy
 from ...sharding.zero import Bucket, SharedGradients, SharedOptimizer, WholeCopies, strategy_name
@@ -22,9 +21,7 @@ from .host_stream import HostSums
 
 
 class OnHost(ShardingStrategy):
-    """Base class of strategies with gradient sums in host memory. `HostAdamW.host_gradients` is such a strategy."""
-
-    factor = 1.0  # Clipping factor. If it is below 1, the optimizer multiplies the gradient sums by it.
+    factor = 1.0  # Clipping factor.
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -32,7 +29,7 @@ class OnHost(ShardingStrategy):
         self.sums = HostSums(self.trained[0].device)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.sums.let_go()  # Free gradients on the device, because the head's backward needs memory.
+        self.sums.let_go()  # the head's backward needs memory
         super().backward(loss)
 
     def share(self, optimizer: Any) -> None:
@@ -41,7 +38,6 @@ class OnHost(ShardingStrategy):
         optimizer.register_step_post_hook(lambda *_: self.discard())
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient sum of an optimizer's parameter, in the parameter's shape. None: it got no gradient."""
         return self.sums.get(part)
 
     def clip(self, largest: float) -> float:
@@ -60,11 +56,9 @@ class OnHost(ShardingStrategy):
 
 
 class AddedInBackward(OnHost):
-    """Strategy that adds each parameter's gradient to the host's sum as soon as a backward has computed it."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._inside = False  # Whether this strategy's `backward` is running.
+        self._inside = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.trained]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -85,29 +79,22 @@ class AddedInBackward(OnHost):
 
 
 class WholeOnHost(AddedInBackward, WholeCopies):
-    """Strategy of `sharding: none` with `offload_gradients`: one gradient sum in host memory per parameter."""
-
     def share(self, optimizer: Any) -> None:
         super().share(optimizer)
-        reserve((p.numel() * _dtype_of_sum(p).itemsize for p in self.trained), self.sums.device)
+        reserve((p.numel() * gradient_dtype(p).itemsize for p in self.trained), self.sums.device)
 
     def sum_gradients(self) -> None:
         self.sums.settle()
         if world_size() > 1 or not self.gradients():
             for parameter in self.trained:
                 if self.sums.get(parameter) is None:
-                    self.sums.zero(parameter, _dtype_of_sum(parameter))
+                    self.sums.zero(parameter, gradient_dtype(parameter))
         if world_size() > 1:
             self.traffic.reduced += sum_over_ranks(self.gradients(), self.sums.device)
 
 
-def _dtype_of_sum(parameter: torch.Tensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    return dtype
-
-
 class PartsOnHost(OnHost, SharedOptimizer):
-    """Strategy with one sum in host memory per bucket of gradients: this rank's part of the sum over all ranks."""
+    """One sum per bucket: this rank's part of the sum over all ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -129,8 +116,7 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):
-    """Strategy of `sharding: optimizer` with `offload_gradients`. A bucket's local gradient sums are contiguous in host
-    memory. This rank's part of the sum over all ranks overwrites this rank's range of the local sums."""
+    """This rank's part of the sum over all ranks overwrites this rank's range of the local sums."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -150,21 +136,17 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
 
 
 class GradientsOnHost(PartsOnHost, SharedGradients):
-    """Strategy of `sharding: gradients` with `offload_gradients`: the host has this rank's parts of gradient sums."""
-
     def share(self, optimizer: Any) -> None:
         super().share(optimizer)
         reserve((bucket.part * bucket.gradient_dtype.itemsize for bucket in self.buckets), self.sums.device)
 
 
-# Variants of strategies with gradient sums in host memory. FSDP isn't here, because it has `fsdp_offload_params`.
+# FSDP has `fsdp_offload_params` instead.
 ON_HOST: dict[str, type[ShardingStrategy]]
 ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": GradientsOnHost}
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return the strategy class, or with `offload_gradients` its variant with gradient sums in host memory. With
-    `offload_optimizer: stream` the class also reserves host memory for the optimizer's state."""
     way = ON_HOST[strategy_name(config)] if config.offloads_gradients else way
     if not config.streams_optimizer:
         return way

@@ -19,8 +19,7 @@ from ...memory.table import MemoryPlan, gib
 from .host_stream import device_bytes, on_way
 from .layer_inputs import KEPT
 
-BUS = 50.0  # Assumed GB/s in each direction of 16 lanes of PCIe 5 (63 at most). PCIe 4 has half. This isn't measured.
-# Settings that move a part of training to the host. The memory plan chooses one of the combinations in `WAYS`.
+BUS = 50.0  # GB/s per direction of 16 lanes of PCIe 5, assumed (63 at most)
 STREAM: dict[str, Any] = {"streams": True, "offloads": False}
 GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
 ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}
@@ -30,16 +29,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradients": GRADIENTS, "gradients, activations": GRADIENTS | ACTIVATIONS,
     "stream, gradients": STREAM | GRADIENTS, "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
 }  # fmt: skip
-
-
 SUMS = functools.partial(device_bytes, itemsize=4)
 LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=on_way, sums=SUMS)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A combination of offloading settings (one of `WAYS`), with the memory plan of a run that uses them. ``to_gpu``
-    and ``to_host`` are bytes over the bus of a step that trains a whole generation, with sequences of full length."""
+    """Settings with their memory plan, and the bus's bytes of a step that trains a whole generation."""
 
     name: str
     run: RunDescription
@@ -49,12 +45,11 @@ class Way:
     to_host: int
 
     def seconds(self, speed: float) -> float:
-        """Return a step's seconds on the bus at ``speed`` GB/s per direction. Computation hides a part."""
+        """``speed``: GB/s per direction. Computation hides a part of the time."""
         return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
 def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
-    """Yield each combination of offloading settings that the run can use, on top of the run's own settings."""
     seen = []
     for name, changes in WAYS.items():
         changed = dataclasses.replace(run, **changes)
@@ -66,14 +61,11 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Count bytes on the bus to GPU and host, of a step with a whole generation in micro-batches of ``tokens``.
-
-    A streamed optimizer state comes to the GPU and goes back once. Gradients go to the host in each micro-batch. From
-    the second micro-batch on, the gradient sums first come to the GPU. The sums come twice more, for the norm and for
-    the optimizer. Each checkpointed input goes to the host. All but the last `KEPT` inputs come back."""
+    """Gradients go to the host in each micro-batch. Their sums come to the GPU from the second micro-batch on, and
+    twice more for the norm and the optimizer. The last `KEPT` layer inputs don't come back."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
-    own = max(1, -(-tokens // run.ranks_per_sequence))  # Tokens of a micro-batch on this rank.
+    own = max(1, -(-tokens // run.ranks_per_sequence))  # tokens of a micro-batch on this rank
     passes, state = max(1, -(-whole // own)), sizes.optimizer * run.streams
     gradients = sizes.gradients * run.offloads_gradients
     inputs = again(run.shape, run.checkpointing) * run.offloads_activations
@@ -83,8 +75,7 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return the offloading settings that make the run fit with the fewest seconds on the bus, in ``host`` bytes of
-    host memory. Return {} if none are needed, if no combination fits, or for FSDP and tensor parallelism."""
+    """Return the settings that make the run fit with the fewest seconds on the bus. ``host``: bytes of host memory."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 
@@ -98,7 +89,6 @@ def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict
 
 
 def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> Iterator[str]:
-    """Yield texts of settings that make the run fit into GPU memory, with bytes on the bus. ``fit`` checks settings."""
     if not run.devices.on_gpu:
         return
     if not (run.offloads or run.streams) and fit(offloads=True):
