@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...extensions.recording.event_log import BEGINNING
+from ...extensions.recording.event_log import PROMPT_CHARACTERS
 from .samples import Samples
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, texts, whole
 
@@ -163,7 +163,7 @@ class RecordedRun:
                     if prompt not in self.prompts and len(self.prompts) >= MOST_PROMPTS:
                         continue
                     if beginning:
-                        self.texts[prompt] = text(beginning[0], BEGINNING)
+                        self.texts[prompt] = text(beginning[0], PROMPT_CHARACTERS)
                     numbers = map(number, (position, size, mean, spread, truncated, signal))
                     place = self.prompts.setdefault(prompt, len(self.prompts))
                     flat.append([place, *(math.nan if value is None else value for value in numbers)])

@@ -1,9 +1,4 @@
-"""The advisor: rules over a run's logged metrics. A rule's finding becomes an alarm with its reason and a remedy.
-
-A rule is a function of a `History`, the metrics so far. All rules but the one for gradient spikes need at least `LEAST`
-steps, rounds or evaluations, because a single step is noisy. While an alarm lasts, its rule raises no second one. The
-alarm ends when its rule has found nothing for more than `QUIET` steps, and may then be raised again.
-"""
+"""Rules over a run's logged metrics. An alarm ends when its rule has found nothing for more than `QUIET` steps."""
 
 from __future__ import annotations
 
@@ -19,34 +14,33 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ...config.sampling import shaping
 
-WINDOW = 5  # Number of last steps that most rules average.
-LEAST = 3  # Minimum number of steps, rounds or evaluations for a finding, except for gradient spikes.
-QUIET = 20  # An alarm ends after more than this number of steps without a finding.
-KEPT = 200  # Number of last steps with all metrics in memory.
+WINDOW = 5
+LEAST = 3
+QUIET = 20
+STEPS_IN_MEMORY = 200
 
 
 class Seen(NamedTuple):
-    """The finding of an advisor's rule."""
+    """Finding of a rule."""
 
-    text: str  # Sentence with the measured numbers.
-    severe: bool = False  # Whether the alarm's severity is "severe" in place of "warning".
-    good: bool = False  # Whether the finding is good news. The alarm's severity is then "note".
+    text: str
+    severe: bool = False
+    good: bool = False
 
 
 @dataclass(slots=True)
 class History:
-    """A run's data for the rules, oldest first: metrics of the last `KEPT` steps, rewards of all, rollout events."""
+    """Data for the rules, oldest first."""
 
-    settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the run by name
-    steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    first: list[Mapping[str, float]] = field(default_factory=list)  # Metrics of the first `WINDOW` steps.
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # (Step, reward) of all steps with a reward.
-    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # Evaluation -> [(step, reward)].
-    # Round -> preempted sequences, and whether sequences waited for room in a full KV cache for half of the time.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=STEPS_IN_MEMORY))
+    first: list[Mapping[str, float]] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (step, reward) of all steps
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # name -> [(step, reward)]
+    # Step -> number of preempted sequences, and whether many sequences waited for room in the KV cache.
     rollouts: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step, or the rewards of an evaluation. Ignore metrics of the training's end."""
         if any(name.startswith("eval") for name in metrics):
             for name, value in metrics.items():
                 if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
@@ -59,14 +53,13 @@ class History:
                 self.rewards.append((step, float(reward)))
 
     def add_rollout(self, step: int, rollout: Mapping[str, Any]) -> None:
-        """Add the record of a rank's sampling for the round that begins with step ``step``."""
         looks = [*zip(*(rollout.get(name) or [] for name in ("running", "waiting", "kv")), strict=False)]
         waits = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
         preempted, full = self.rollouts.get(step, (0, False))
         self.rollouts[step] = preempted + (rollout.get("preemptions") or 0), full or 0 < len(looks) <= 2 * waits
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """Return a metric's values in the last ``count`` steps, without steps that lack a finite value."""
+        """Return a metric's finite values in the last ``count`` steps."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
@@ -74,15 +67,14 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float:
-        """Return a metric's mean over the last `WINDOW` steps, or NaN, which no comparison is true for, if fewer than
-        `LEAST` steps have the metric."""
+        """Return the mean over the last `WINDOW` steps, or NaN with fewer than `LEAST` values. Rules compare so that
+        NaN finds nothing."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
 
     @property
     def is_solved(self) -> bool:
-        """Whether the mean reward is at most 10 % below `pass_threshold_eval`, and has risen by half of its initial
-        spread. Low entropy and equal rewards are then no problem."""
+        """Whether the reward rose near `pass_threshold_eval`. Low entropy and equal rewards are then no problem."""
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
         passes = _is_number(wanted) and now >= wanted - 0.1 * abs(wanted)
         return passes and now - self.at_first("reward") >= 0.5 * self.at_first("reward_std") > 0
@@ -102,12 +94,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 RULES: dict[str, Callable[[History], Seen | None]] = {}
-# Rule -> texts: ``when`` it raises an alarm (for the documentation), ``why``, ``remedy`` (with settings), ``source``.
 TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
 
 
 def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
-    """Decorate a rule: add the function to `RULES`."""
     RULES[look.__name__.replace("_", "-")] = look
     return look
 
@@ -299,10 +289,10 @@ def engine_waits(history: History) -> Seen | None:
 class Advisor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
-        self._raised: dict[str, int] = {}  # Rule with a raised alarm -> step of its last finding.
+        self._last_finding: dict[str, int] = {}  # rule with an alarm -> step
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Restore metrics and alarms of the events up to step ``last``. A resumed run then raises no alarm twice."""
+        """Restore the state of step ``last``, so that a resumed run raises no alarm twice."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -312,32 +302,31 @@ class Advisor:
             elif kind == "rollout":
                 self.history.add_rollout(step, event)
             elif kind == "alarm" and isinstance(name, str):
-                self._raised[name] = step
+                self._last_finding[name] = step
             elif kind == "calm":
-                self._raised.pop(str(name), None)
+                self._last_finding.pop(str(name), None)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
-        """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms. An
-        alarm has the keys rule, severity ("severe", "warning" or "note"), seen, why, remedy and source."""
+        """Add the metrics of a step. Return new alarms, and the names of rules with ended alarms."""
         self.history.add(step, metrics)
         begin, end = [], []
         for name, find in RULES.items():
-            seen, last, texts = find(self.history), self._raised.get(name), TEXTS[name]
+            seen, last, texts = find(self.history), self._last_finding.get(name), TEXTS[name]
             if seen is not None:
                 if last is None:
                     severity = "note" if seen.good else "severe" if seen.severe else "warning"
                     remedy = with_values(texts["remedy"], self.history.settings)
                     alarm = {"rule": name, "severity": severity, "seen": seen.text, "why": texts["why"]}
                     begin.append(alarm | {"remedy": remedy, "source": texts["source"]})
-                self._raised[name] = step
+                self._last_finding[name] = step
             elif last is not None and step - last > QUIET:
-                del self._raised[name]
+                del self._last_finding[name]
                 end.append(name)
         return begin, end
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """Return a remedy's text with a setting's present value behind its first mention. Lists and dicts are left out."""
+    """Insert each setting's present value behind its first mention in a remedy. Lists and dicts are left out."""
     for name in dict.fromkeys(re.findall(r"`(\w+)`", remedy)):
         value = settings.get(name, [])
         if not isinstance(value, dict | list):
