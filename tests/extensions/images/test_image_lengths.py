@@ -76,7 +76,7 @@ def test_what_is_counted_is_what_will_be_read(processor: Any, family: str, monke
     seen = counting(rules, monkeypatch)
     assert rules.reader.lengths(dataset, rules) == expected
     assert len(seen) <= image_data.PROBES + 3, "no more rows are processed than prove it"
-    assert rules.reader is not None and rules.reader.most == 2
+    assert rules.reader is not None and rules.reader.most_images == 2
 
 
 @pytest.mark.parametrize("wrong", [lambda tokens: None, lambda tokens: tokens + (tokens > 20)])

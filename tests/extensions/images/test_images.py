@@ -116,7 +116,7 @@ def test_a_prompt_has_the_tokens_of_its_images_and_one_placeholder_each_for_the_
     reader = ImageReader(tiny_images.gemma3_processor(tokenizer), model.config.image_token_id)
     row = {"prompt": [{"role": "user", "content": "two"}], "images": [tiny_images.picture(1), tiny_images.picture(2)]}
     asked = reader.read(row, {"add_generation_prompt": True}, "row 0")
-    assert asked.images is not None and len(asked.images.places) == 8 and reader.most == 2
+    assert asked.images is not None and len(asked.images.places) == 8 and reader.most_images == 2
     assert asked.images.engine_ids.count(tokenizer.boi_token_id) == 2
     assert asked == reader.read(row, {"add_generation_prompt": True}, "row 0")
     assert asked != reader.read(row | {"images": row["images"][::-1]}, {"add_generation_prompt": True}, "row 0")
