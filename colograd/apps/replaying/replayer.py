@@ -145,13 +145,7 @@ class Unasked:
 
 
 class Replayer(GRPOTrainer):
-    """A trainer of recorded steps.
-
-    Args:
-        args: the run's configuration with a temporary output_dir and `journal: keep`, without saving and evaluation.
-        flags: the command's flags that changed settings.
-        profile: folder for a torch profile: a trace and an operator table per rank.
-    """
+    """A trainer of recorded steps. ``flags`` are the command's changed settings, ``profile`` is a folder."""
 
     samples = False
 

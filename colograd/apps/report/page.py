@@ -1,7 +1,4 @@
-"""A report: one HTML file that contains its data, scripts and styles, and loads nothing.
-
-The page's content security policy allows only scripts with a known hash, so nothing in the data can run.
-"""
+"""A report: one HTML file that loads nothing. Its content security policy allows only scripts with a known hash."""
 
 from __future__ import annotations
 
@@ -117,8 +114,7 @@ def compact(value: Any) -> str:
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
-    """Return the page's HTML. ``blocks`` are elements with compressed steps. ``connect`` are the addresses that scripts
-    may load."""
+    """Return the page's HTML. ``blocks`` are compressed steps, ``connect`` the addresses that scripts may load."""
     # Scripts and styles aren't escaped, so their files may not contain an end tag.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
@@ -224,10 +220,7 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Return the prompts with the largest reward differences as [key, sum of spreads, history].
-
-    A history is [[step, mean, spread, truncated share], ...].
-    """
+    """Return prompts with the largest reward differences. A history is [[step, mean, spread, truncated share], ...]."""
     steps, names = sorted(run.groups), list(run.prompts)
     rows = np.concatenate([NO_GROUPS, *(run.groups[step] for step in steps)])
     of_rows, keys = [step for step in steps for _ in run.groups[step]], rows[:, 0].astype(int)

@@ -33,12 +33,12 @@ class Samples:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[int, dict[str, str]] = defaultdict(dict)  # step -> purpose -> file
-        self.recorded_steps: set[int] = set()
+        self.stored: set[int] = set()  # steps with samples
         self._offset = 0
 
     @property
     def steps(self) -> list[int]:
-        return sorted({*self.recorded_steps, *self.files})
+        return sorted({*self.stored, *self.files})
 
     def refresh(self) -> list[int]:
         """Return the steps of new samples and files."""
@@ -56,7 +56,7 @@ class Samples:
                     self._offset = file.tell() + length
                     if whole(step) is not None:
                         touched.append(step)
-                        self.recorded_steps.add(step)
+                        self.stored.add(step)
         return touched
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
@@ -80,7 +80,7 @@ class Samples:
         return kept, sum(map(len, groups.values())) - len(kept)
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
-        if step in self.recorded_steps and (file := open_inside(self.folder, SAMPLES)) is not None:
+        if step in self.stored and (file := open_inside(self.folder, SAMPLES)) is not None:
             with file:
                 for record in read_records(file, lambda at: at == step, MOST_SAMPLE_BYTES):
                     with contextlib.suppress(Exception):  # untrusted content

@@ -1,8 +1,4 @@
-"""The live page of a run: an HTTP server that only reads the run's files.
-
-Arguments of requests are numbers, so no part of a request becomes a path. The Host header is checked because of DNS
-rebinding attacks.
-"""
+"""The live page of a run: an HTTP server that only reads the run's files."""
 
 from __future__ import annotations
 
@@ -137,8 +133,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a Host header is localhost, the --host, or an IP address (with a local --host: a loopback
-    address)."""
+    """Return whether a Host header may be ours. In a DNS rebinding attack it has the name of a foreign page."""
     try:
         name = urlsplit(f"//{(host or '').strip()}").hostname or ""
         if name in ("localhost", served.lower()):

@@ -1,6 +1,4 @@
-"""From a dataset's row with images to the model's and the engine's inputs.
-
-As in TRL, the columns `images` and `image` hold a row's images, and the parts ``{"type": "image"}`` mark their places.
+"""From a dataset's row with images to the model's and the engine's inputs. The format of rows is TRL's.
 
 A processor may need half a second per row. So tokens are counted from the images' sizes, and processing a few rows
 checks these counts.
@@ -45,12 +43,7 @@ REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)
 
 
 class ImageReader:
-    """Converts a dataset's rows, with conversations and images, into prompts for the model and the engine.
-
-    Args:
-        image_token: id of the tokens that an image's features replace.
-        rows: number of rows of the model's embedding matrix. 0 means unknown.
-    """
+    """Converts rows with images into prompts. ``image_token`` is the id of tokens that features replace."""
 
     def __init__(self, processor: Any, image_token: int, rows: int = 0) -> None:
         self.processor, self.image_token, self.rows = processor, image_token, rows
@@ -84,11 +77,8 @@ class ImageReader:
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
     ) -> ModelInput:
-        """Convert a conversation, with all contents as lists of parts, and its RGB images into a prompt.
-
-        Raises:
-            REFUSALS: the template or the processor failed, or the numbers of image tokens and images differ.
-        """
+        """Convert messages, with contents as lists of parts, and RGB images into a prompt, or raise one of `REFUSALS`.
+        Convert messages, with contents as lists of parts, and RGB images into a prompt, or raise one of `REFUSALS`."""
         text, special = self._text(messages, arguments)
         engine_ids = self._placeholders(text, special, len(pictures))
         if not pictures:
@@ -198,8 +188,7 @@ class ImageReader:
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the token ids of a text with one placeholder per image. Raise a ValueError unless the text has
-        ``pictures`` image tokens."""
+        """Return the text's token ids, with one placeholder for each of ``pictures`` images."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -253,8 +242,7 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def in_rgb(image: Any, where: str) -> Any:
-    """Convert a PIL image, a path, or a dict with bytes or path into a PIL image in RGB. A camera's orientation tag is
-    applied."""
+    """Convert a PIL image, a path, or a dict with bytes or path into an upright PIL image in RGB."""
     from PIL import ExifTags, Image, ImageOps
 
     if isinstance(image, Mapping):

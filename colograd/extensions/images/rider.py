@@ -1,8 +1,4 @@
-"""Images as data that travels with a rollout.
-
-A record holds the images of tools and environments as PNG files, but not those of dataset rows. When a record is
-read, the processor computes the pixels again.
-"""
+"""Images as data that travels with a rollout. Records hold only the images of tools and environments."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ ROWS = pa.schema(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images(Media):
-    """The processed images of a prompt or of a tool's answer. Completions of one row share its object.
-
-    Images("5f...", engine_ids=(11, 90, 13), pictures=(...), inputs={"pixel_values": ...}, places=(1, 2))
-    """
+    """The processed images of a prompt or of a tool's answer. Completions of one row share its object."""
 
     digest: str  # digest of the images' sizes and pixels
     engine_ids: tuple[int, ...]  # the engine's token ids: one placeholder per image
@@ -71,11 +64,8 @@ class Images(Media):
         return dataclasses.replace(self, places=tuple(tokens + place for place in self.places))
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
-        """Join the images of a prompt and of a further turn.
-
-        The engine would insert an image at a placeholder that the model wrote. So it gets `STAND_IN` there, and
-        `engine.features` puts the placeholder back.
-        """
+        """Join the images of a prompt and of a further turn. The engine gets `STAND_IN` for a placeholder that the
+        model wrote, because it would insert an image there."""
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]
         engine_ids: list[int] = []

@@ -1,7 +1,4 @@
-"""Images in the policy's forward: the vision tower's features replace the embeddings of image tokens.
-
-`Images.places` names these tokens. In a completion a sampled image token is an ordinary token.
-"""
+"""Images in the policy's forward: the tower's features replace the embeddings of the tokens at `Images.places`."""
 
 from __future__ import annotations
 
@@ -31,15 +28,13 @@ TOWER_NAME = "colograd_flash_tower"  # with "flash" in the name transformers pas
 
 
 def see_both_ways(model_config: Any) -> str:
-    """Return in which layers an image's tokens attend bidirectionally: `all`, `window` (sliding-window layers), or
-    empty."""
+    """Return where an image's tokens attend bidirectionally: in `all` layers, those with a `window`, or ""."""
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return placeholders that transformers reads as padding. Colograd and vLLM read a placeholder without an image as
-    a token."""
+    """Return the placeholders that transformers reads as padding. vLLM reads them as tokens."""
     kinds = ("image", "video", "audio") if getattr(model_config, "model_type", None) == "gemma4" else ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in kinds)
     return tuple(int(token) for token in found if token is not None)
@@ -92,10 +87,7 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Compute the last hidden states (B, L, hidden) of padded rows with images.
-
-    ``ids`` and ``mask`` are (B, L). ``chains`` has the segments of each row: prompt, completion.
-    """
+    """Compute the last hidden states (B, L, hidden) of padded rows. ``chains`` has each row's segments."""
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -132,10 +124,7 @@ def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Im
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the embeddings of ``ids`` (B, L) with features, and further arguments of the language model.
-
-    Offsets in ``placed`` count in the flattened ids. Features of equal images are computed once.
-    """
+    """Return the embeddings of ``ids`` (B, L) with features, and further arguments of the language model."""
     embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
     more: dict[str, Any] = {}
     if getattr(decoder, "hidden_size_per_layer_input", None):  # Gemma 4
@@ -233,10 +222,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Concatenate one image input of several prompts. Pixels (..., height, width) are padded to one size.
-
-    With ``tiled`` (models with a pixel mask) inputs are (1, tiles, ...).
-    """
+    """Concatenate an image input of several prompts, padded to one size. ``tiled`` inputs are (1, tiles, ...)."""
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad
@@ -245,10 +231,7 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return the rotary positions (time, height, width) of a packed row, (3, 1, T).
-
-    A completion without images continues behind the largest position of its prompt with images.
-    """
+    """Return the rotary positions (time, height, width) of a packed row, (3, 1, T)."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
@@ -324,8 +307,7 @@ class ImageStep(ForwardStep):
         }
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether transformers would read a sampled image token as an image, or a sampled placeholder as
-        padding."""
+        """Return whether transformers would read a sampled token as an image or as padding."""
         if hidden := hidden_tokens(model.config):
             places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
             places |= {place for image in part.images for place in image.places}
@@ -347,12 +329,9 @@ def tower_attention(
     attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | torch.Tensor | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute a vision tower's attention, (1, T, H, D). Each patch attends to all patches of its window.
+    """Compute a vision tower's attention (1, T, H, D) from (1, H, T, D). Patches attend within their window.
 
-    Args:
-        query, key, value: (1, H, T, D), all windows one after the other.
-        cu_seq_lens_q: (windows + 1,) int32, number of patches before each window, then T. None means one window.
-        max_length_q: number of patches in the largest window.
+    ``cu_seq_lens_q`` has the number of patches before each window, and ``max_length_q`` the largest window's.
     """
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     for name in ("cu_seq_lens_k", "max_length_k"):

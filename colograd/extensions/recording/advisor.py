@@ -67,8 +67,7 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float:
-        """Return the mean over the last `WINDOW` steps, or NaN with fewer than `LEAST` values. Rules compare so that
-        NaN finds nothing."""
+        """Return the mean over the last `WINDOW` steps. Fewer than `LEAST` values give NaN, which finds nothing."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
 

@@ -1,7 +1,4 @@
-"""Files of a run's record: events (one JSON object per line) and samples of completions, token by token.
-
-Another process may read the files while they grow. If a file can't be written, the run goes on.
-"""
+"""Files of a run's record, which another process may read while they grow. If a write fails, the run goes on."""
 
 from __future__ import annotations
 

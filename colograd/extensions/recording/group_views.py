@@ -120,10 +120,7 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Return at most ``number`` groups in their order.
-
-    Turns alternate between the largest spread of rewards and the largest difference of log-probabilities.
-    """
+    """Choose groups alternately by the spread of rewards and by the difference of log-probabilities."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = []  # mean |trainer - sampler| log-probability of sampled tokens

@@ -1,8 +1,4 @@
-"""Record of a run for its report, and data for trackers.
-
-Only the main process writes. It gets the other ranks' data with their rollout statistics, and writes only its own
-groups token by token.
-"""
+"""Record of a run for its report, and data for trackers. Only the main process writes."""
 
 from __future__ import annotations
 

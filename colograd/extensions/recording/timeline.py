@@ -31,12 +31,8 @@ class Timeline:
             self._looks.append((time.perf_counter() - self._began, load))
 
     def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
-        """Record a call, from any thread. Times are those of `time.perf_counter`.
-
-        Args:
-            kind: ``rewards``, ``tools``, or ``trained``: early training while other ranks sample.
-            count: completions of the reward call, or trained tokens.
-        """
+        """Record a call, from any thread. ``count``: completions of a reward call, or tokens that are ``trained``
+        early."""
         if self._sampling or kind == "trained":
             self._calls[kind].append((name, started - self._began, ended - self._began, count))
 

@@ -1,8 +1,4 @@
-"""Tables, histograms and alarms for the trackers of ``report_to``.
-
-transformers' callbacks send the metrics, and a tracker's step must not end before. So wandb gets `commit=False`, and
-data for trackio waits until `flush`.
-"""
+"""Tables, histograms and alarms for trackers. They join the step of the metrics that transformers' callbacks send."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_broken_image_is_found_at_start_with_its_row(tmp_path: Path) -> None:
 
 
 def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_data, "SAID_AFTER", -1.0)
+    monkeypatch.setattr(image_data, "SECONDS_BETWEEN_LINES", -1.0)
     told: list[str] = []
     rules = rules_of(tiled, tell=told.append)
     rules.reader.lengths(rows(40), rules)

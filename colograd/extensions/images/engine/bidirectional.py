@@ -1,7 +1,6 @@
-"""Bidirectional attention among the tokens of an image, in a vLLM engine on a CPU.
+"""Bidirectional attention among an image's tokens in vLLM on a CPU, which computes them causally.
 
-vLLM's CPU backend computes image tokens causally. Here they are computed a second time, as separate requests that end
-with the image and have no causal mask.
+Here image tokens are computed again, as separate requests that end with the image and have no causal mask.
 """
 
 from __future__ import annotations

@@ -22,19 +22,14 @@ from ..towers import see_both_ways
 
 
 class ImagePrompts(EngineFeature):
-    """Engine feature for prompts with images.
-
-    Args:
-        most: largest number of images in a request. 0 means the context length, because each image needs a token.
-        whole: whether an image's tokens attend bidirectionally, so that no engine step may split them.
-    """
+    """Engine feature for at most ``most`` images per request. With ``whole`` no engine step may split an image."""
 
     def __init__(self, most: int, on_cpu: bool, whole: bool, processor: Any) -> None:
         self.most, self.on_cpu, self.whole, self.processor = most, on_cpu, whole, processor
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         find_gemma3()  # vLLM loads a model's class before it builds an engine
-        most = {"image": self.most or arguments["max_model_len"], "video": 0, "audio": 0}
+        most = {"image": self.most or arguments["max_model_len"], "video": 0, "audio": 0}  # an image needs a token
         whole = {"disable_chunked_mm_input": True} if self.whole else {}  # on GPUs vLLM sets this itself
         return {"limit_mm_per_prompt": arguments.get("limit_mm_per_prompt", most), **whole}
 
@@ -117,11 +112,8 @@ def find_gemma3() -> None:
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """Return a prompt in the form of `LLMEngine.add_request`.
-
-    vLLM would insert an image at a placeholder that the model or a tool wrote. So `Images.engine_ids` has `STAND_IN`
-    there. The placeholder returns after vLLM has inserted the image tokens.
-    """
+    """Return a prompt for vLLM. Placeholders that the model or a tool wrote replace `STAND_IN` after images are
+    inserted."""
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
