@@ -20,7 +20,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,7 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
             "until_checkpoint or keep: give the run's recipe with --config."
         )
     given = given_settings(["--config", str(recipe), *flags])
+    taken = {name: value for name, value in given.items() if not name.startswith(IGNORED_PREFIXES)}
     path = scratch / "recipe.yaml"
-    path.write_text(json.dumps(changed(given) | {"output_dir": str(scratch / "run")}))  # YAML can read JSON.
+    path.write_text(json.dumps(taken | SET | {"output_dir": str(scratch / "run")}))  # YAML can read JSON.
     return path
-
-
-def changed(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if not name.startswith(IGNORED_PREFIXES)} | SET

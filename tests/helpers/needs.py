@@ -1,4 +1,4 @@
-"""Cases of the core's tests that cover an extension too: they are skipped where its folder is missing."""
+"""Cases of the core's tests that cover an extension. They are skipped if its folder is missing."""
 
 from __future__ import annotations
 

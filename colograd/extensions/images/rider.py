@@ -82,8 +82,16 @@ class Images(Media):
         )
 
     def thumbnails(self, *more: Media) -> list[bytes]:
-        parts = (part for part in (self, *more) if isinstance(part, Images))
-        return thumbnails([picture for part in parts for picture in part.pictures])
+        """Return JPEG files of the first THUMBNAILS images. Files of more than THUMBNAIL_BYTES are left out."""
+        parts, files = (part for part in (self, *more) if isinstance(part, Images)), list[bytes]()
+        for picture in [picture for part in parts for picture in part.pictures][:THUMBNAILS]:
+            small, file = picture.copy(), io.BytesIO()
+            small.info.clear()  # a comment may be larger than the image
+            small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+            small.convert("RGB").save(file, "JPEG", quality=70)
+            if file.tell() <= THUMBNAIL_BYTES:
+                files.append(file.getvalue())
+        return files
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -127,19 +135,6 @@ class Images(Media):
                 else rollout.carrying(images)
             )
         return found
-
-
-def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
-    """Convert the first THUMBNAILS images to JPEG files of at most THUMBNAIL_BYTES. Larger files are left out."""
-    files = []
-    for picture in pictures[:THUMBNAILS]:
-        small, file = picture.copy(), io.BytesIO()
-        small.info.clear()  # a comment may be larger than the image
-        small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-        small.convert("RGB").save(file, "JPEG", quality=70)
-        if file.tell() <= THUMBNAIL_BYTES:
-            files.append(file.getvalue())
-    return files
 
 
 def digest_of(pictures: Sequence[Any]) -> str:

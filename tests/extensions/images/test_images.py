@@ -158,10 +158,10 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
 
 def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
     from colograd.apps.report.samples import PICTURE
-    from colograd.extensions.images.rider import thumbnails
     from colograd.extensions.recording.completions import data_url
 
-    made = [*map(data_url, thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)]))]
+    pictures = tuple(tiny_images.picture(n, 500, 300) for n in range(6))
+    made = [*map(data_url, Images("", (), pictures, {}, ()).thumbnails())]
     assert len(made) == 4 and all(len(each) < 6000 for each in made)
     harmful = ["javascript:alert(1)", "data:image/jpeg;base64,<b>"]
     assert [each for each in (*made[:1], *harmful) if PICTURE.fullmatch(each)] == made[:1]
