@@ -68,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the command's options, and the flags that change settings of the run."""
     if not argv or argv[0].startswith("-"):
         raise ValueError("the run's folder is missing: write colograd replay RUN --step N.")
     parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)

@@ -32,8 +32,6 @@ PROFILE_ROWS = 30
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Request to train steps ``first`` to ``last`` of a run again."""
-
     run: Path
     first: int
     last: int
@@ -56,7 +54,6 @@ class ReplayStore(RolloutStore):
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:
-        """Raise an error unless all groups from step ``start`` to the last are recorded."""
         for number, folder in self._folders():
             for path, found, _ in files_of(folder) if number >= start else ():
                 self._check_settings(found, path)
@@ -267,7 +264,6 @@ class ReplayCheckpoints(Checkpointer):
         return False
 
     def find(self, wanted: str | bool | None) -> str | None:
-        """Return the last undamaged checkpoint before the first step, or None for the model."""
         for start in gather(self.replay.starts())[0]:
             if not start:
                 break

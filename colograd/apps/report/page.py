@@ -109,7 +109,6 @@ def page(runs: Sequence[RecordedRun]) -> str:
 
 
 def compact(value: Any) -> str:
-    """Format a value as JSON. NaN raises ValueError."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

@@ -34,8 +34,6 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class Table:
-    """Numbers by step and name."""
-
     def __init__(self) -> None:
         self.names: dict[str, str] = {}  # interned: the rows of all steps share these strings as keys
         self.rows: dict[int, dict[str, float]] = {}
@@ -87,7 +85,6 @@ class RecordedRun:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read new data from the run's files. Return whether there was any."""
         self.change += 1
         fresh = False
         if self._events.restarted():

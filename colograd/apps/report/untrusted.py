@@ -38,7 +38,6 @@ class Tail:
         self._inode = -1
 
     def restarted(self) -> bool:
-        """Return whether the file was replaced, shortened or deleted since the last read."""
         if (file := open_inside(self.folder, self.name)) is None:
             return self.offset > 0
         with file:
@@ -49,7 +48,6 @@ class Tail:
         return True
 
     def read(self) -> Iterator[bytes]:
-        """Yield each new complete line."""
         if (file := open_inside(self.folder, self.name)) is None:
             return
         with file:

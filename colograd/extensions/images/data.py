@@ -1,8 +1,4 @@
-"""From a dataset's row with images to the model's and the engine's inputs. The format of rows is TRL's.
-
-A processor may need half a second per row. So tokens are counted from the images' sizes, and processing a few rows
-checks these counts.
-"""
+"""From a dataset's row with images to the model's and the engine's inputs. The format of rows is TRL's."""
 
 from __future__ import annotations
 
@@ -70,7 +66,6 @@ class ImageReader:
         return made
 
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
-        """Convert a row into its prompt. ``arguments`` are the chat template's."""
         with _refusals(row, where):
             return self.made(*self._messages(row, where), arguments)
 
@@ -92,7 +87,6 @@ class ImageReader:
         )
 
     def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-        """Return a conversation without images as text and as token ids."""
         text, special = self._text(messages, arguments)
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
@@ -143,6 +137,8 @@ class ImageReader:
             return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
+        """Count tokens from images' sizes, because a processor may need half a second per row. Check some rows."""
+
         def processed(row: int) -> int:
             return len(self.prompt(rows[row], row, rules).ids)
 
@@ -230,7 +226,6 @@ def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
 
 
 def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
-    """Return a row's images as PIL images in RGB."""
     several, one = row.get("images"), row.get("image")
     if several and one is not None:
         raise Unreadable(f"{where}: the row has both `images` and `image`: leave one of the columns out.")
@@ -316,7 +311,6 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
 
 
 def _marked(rows: range, total: int, rules: PromptRules) -> Iterator[int]:
-    """Yield ``rows``, and log progress."""
     last = time.monotonic()
     for row in rows:
         watchdog.progress("the prompts' images")

@@ -64,8 +64,7 @@ class Images(Media):
         return dataclasses.replace(self, places=tuple(tokens + place for place in self.places))
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
-        """Join the images of a prompt and of a further turn. The engine gets `STAND_IN` for a placeholder that the
-        model wrote, because it would insert an image there."""
+        """Join the images of two turns. `STAND_IN` keeps the engine from inserting images at written placeholders."""
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]
         engine_ids: list[int] = []

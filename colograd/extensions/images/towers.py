@@ -60,7 +60,6 @@ def freeze_tower(model: Any) -> int:
 
 
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Compute the last hidden states (1, T, hidden) of a packed row with images."""
     starts = micro_batch.layout.starts
     placed = [(starts[segment], of) for segment, images in (micro_batch.media or {}).items() for of in images]
     own_positions = hasattr(_body(model), "get_rope_index")
@@ -268,8 +267,6 @@ def _body(model: Any) -> Any:
 
 
 class ImageStep(ForwardStep):
-    """Forward step of vision-language models."""
-
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         model, batch = row.model, row.batch
         text_alone = reads_text_alone(model)
@@ -329,10 +326,7 @@ def tower_attention(
     attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | torch.Tensor | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute a vision tower's attention (1, T, H, D) from (1, H, T, D). Patches attend within their window.
-
-    ``cu_seq_lens_q`` has the number of patches before each window, and ``max_length_q`` the largest window's.
-    """
+    """Compute attention (1, T, H, D) within windows. ``cu_seq_lens_q`` has the number of patches before each window."""
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     for name in ("cu_seq_lens_k", "max_length_k"):
         options.pop(name, None)

@@ -20,9 +20,7 @@ QUIET = 20
 STEPS_IN_MEMORY = 200
 
 
-class Seen(NamedTuple):
-    """Finding of a rule."""
-
+class Finding(NamedTuple):
     text: str
     severe: bool = False
     good: bool = False
@@ -59,7 +57,6 @@ class History:
         self.rollouts[step] = preempted + (rollout.get("preemptions") or 0), full or 0 < len(looks) <= 2 * waits
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """Return a metric's finite values in the last ``count`` steps."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
@@ -67,7 +64,8 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float:
-        """Return the mean over the last `WINDOW` steps. Fewer than `LEAST` values give NaN, which finds nothing."""
+        """Return the mean over the last `WINDOW` steps, or NaN, which fails all comparisons, for fewer than `LEAST`
+        values."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
 
@@ -92,43 +90,30 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-RULES: dict[str, Callable[[History], Seen | None]] = {}
-TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
-
-
-def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
-    RULES[look.__name__.replace("_", "-")] = look
-    return look
-
-
-@rule
-def no_reward_difference(history: History) -> Seen | None:
+def no_reward_difference(history: History) -> Finding | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
     if not share >= 0.7 or history.is_solved or history.last("teacher_kl"):  # a teacher gives each token a signal
         return None
     shown = "" if math.isnan(reward) else f", at a mean reward of {reward:.3g}"
-    return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
+    return Finding(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
 
 
-@rule
-def solved(history: History) -> Seen | None:
+def solved(history: History) -> Finding | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
     seen = f"{share:.0%} of the last steps' groups have no reward difference, at a mean reward of {reward:.3g}"
-    return Seen(f"{seen}: the task is nearly solved", good=True) if share >= 0.7 and history.is_solved else None
+    return Finding(f"{seen}: the task is nearly solved", good=True) if share >= 0.7 and history.is_solved else None
 
 
-@rule
-def constant_reward(history: History) -> Seen | None:
+def constant_reward(history: History) -> Finding | None:
     found = []
     for name in [] if history.is_solved else history.reward_names:
         means, stds = history.last(f"rewards/{name}/mean"), history.last(f"rewards/{name}/std")
         if len(means) >= LEAST and not any(stds) and max(means) == min(means):
             found.append(f"{name!r} gave {means[0]:g} to every completion of the last {len(means)} steps")
-    return Seen("; ".join(found), severe=len(found) == len(history.reward_names)) if found else None
+    return Finding("; ".join(found), severe=len(found) == len(history.reward_names)) if found else None
 
 
-@rule
-def failing_reward(history: History) -> Seen | None:
+def failing_reward(history: History) -> Finding | None:
     found = []
     recent = [metrics for _, metrics in list(history.steps)[-LEAST:]]
     for name in history.reward_names if len(recent) == LEAST else ():
@@ -138,21 +123,19 @@ def failing_reward(history: History) -> Seen | None:
             found.append(f"{name!r} abstained for every completion of the last {LEAST} steps")
         elif all(failed):
             found.append(f"{sum(failed):.0f} calls of {name!r} failed or were late in the last {LEAST} steps")
-    return Seen("; ".join(found), severe=all("abstained" in text for text in found)) if found else None
+    return Finding("; ".join(found), severe=all("abstained" in text for text in found)) if found else None
 
 
-@rule
-def slow_rewards(history: History) -> Seen | None:
+def slow_rewards(history: History) -> Finding | None:
     waited, whole = history.recently("time/reward"), history.recently("step_time")
     if not waited >= max(0.4 * whole, 0.2) or not whole:
         return None
     seconds = {name: sum(history.last(f"rewards/{name}/seconds")) for name in history.reward_names}
     most = f", most of it for {max(seconds, key=seconds.__getitem__)!r}" if len(seconds) > 1 else ""
-    return Seen(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
+    return Finding(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
 
 
-@rule
-def reward_hacked(history: History) -> Seen | None:
+def reward_hacked(history: History) -> Finding | None:
     for prefix, values in history.evaluations.items():
         if len(values) < LEAST:
             continue
@@ -162,24 +145,22 @@ def reward_hacked(history: History) -> Seen | None:
         before, now = (_mean([reward for at, reward in history.rewards if at <= step][-WINDOW:]) for step in ends)
         drop, rise = max(0.05 * abs(best), 0.01), max(0.01, 0.02 * abs(before))
         if len(later) >= 2 and all(best - value >= drop for value in later[-2:]) and now - before >= rise:
-            return Seen(
+            return Finding(
                 f"{prefix}_reward fell from {best:.3g} at step {best_step} to {later[-1]:.3g}, while the training "
                 f"reward rose from {before:.3g} to {now:.3g}"
             )
     return None
 
 
-@rule
-def all_truncated(history: History) -> Seen | None:
+def all_truncated(history: History) -> Finding | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
     if not share >= 0.7 or longest == 1:  # with a limit of one token all completions are truncated
         return None
-    return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
+    return Finding(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
 
-@rule
-def length_running_away(history: History) -> Seen | None:
+def length_running_away(history: History) -> Finding | None:
     name = "completions/mean_length"
     before, now = history.at_first(name), history.recently(name)
     if len(history.steps) < 2 * WINDOW or not before or not now >= max(2 * before, before + 16):
@@ -188,37 +169,35 @@ def length_running_away(history: History) -> Seen | None:
     if recently - at_first > 0.5 * (0.0 if math.isnan(spread) else spread):
         return None
     paid = "" if math.isnan(recently) else f", while the reward went from {at_first:.3g} to {recently:.3g}"
-    return Seen(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
+    return Finding(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
 
 
-@rule
-def duplicates(history: History) -> Seen | None:
+def duplicates(history: History) -> Finding | None:
     share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std")
     if not share >= (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
         return None
-    return Seen(f"{share:.0%} of the last steps' completions equal another one of their group token by token")
+    return Finding(f"{share:.0%} of the last steps' completions equal another one of their group token by token")
 
 
-@rule
-def entropy_collapse(history: History) -> Seen | None:
+def entropy_collapse(history: History) -> Finding | None:
     before, now = history.at_first("entropy"), history.recently("entropy")
     if len(history.steps) < 2 * WINDOW or not now < min(0.1 * before, 0.1) or history.is_solved:
         return None
-    return Seen(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
+    return Finding(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
 
 
-@rule
-def gradient_spike(history: History) -> Seen | None:
+def gradient_spike(history: History) -> Finding | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
     before = [norm for norm in before if norm > 0]  # the gradient may be 0 in a step without reward differences
     limit = history.settings.get("max_grad_norm")
     if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
         return None
-    return Seen(f"the gradient's norm is {last:.3g}, {last / statistics.median(before):.0f} times that of usual steps")
+    return Finding(
+        f"the gradient's norm is {last:.3g}, {last / statistics.median(before):.0f} times that of usual steps"
+    )
 
 
-@rule
-def sampler_trainer_gap(history: History) -> Seen | None:
+def sampler_trainer_gap(history: History) -> Finding | None:
     name = "sampling/sampling_logp_difference/mean"
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
         return None  # top_p, for example, renormalises probabilities, which causes a difference
@@ -231,35 +210,32 @@ def sampler_trainer_gap(history: History) -> Seen | None:
         return None
     since = f", {before:.2g} in the first steps" if grown else ""
     text = f"the sampler's and the trainer's log-probabilities differ by {now:.2g} nats on average{since}"
-    return Seen(text, severe=now > 0.5)
+    return Finding(text, severe=now > 0.5)
 
 
-@rule
-def stale_tokens(history: History) -> Seen | None:
+def stale_tokens(history: History) -> Finding | None:
     names = ("old_tokens_share", "mean_age", "old_logp_difference")
     share, age, difference = (history.recently(f"carry_over/{name}") for name in names)
     if math.isnan(share + age) or not (share > 0.5 or difference > 0.2):
         return None
     moved = f"; of these the log-probabilities have moved by {difference:.2g} nats"
     text = f"{share:.0%} of the last steps' tokens were carried over, {age:.2g} optimizer steps old on average"
-    return Seen(text + ("" if math.isnan(difference) else moved), severe=difference > 0.5)
+    return Finding(text + ("" if math.isnan(difference) else moved), severe=difference > 0.5)
 
 
-@rule
-def clipped_away(history: History) -> Seen | None:
+def clipped_away(history: History) -> Finding | None:
     masked = history.recently("sampling/masked_tokens_share")
     masked = masked if masked > 0 else history.recently("sampling/masked_share")
     clipped = history.recently("clip_ratio/region_mean")
     shares = [(clipped, "clipped"), (masked, "masked away by the sampler's correction")]
     share, name = max((each for each in shares if each[0] > 0.3), default=(0.0, ""))
-    return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6) if name else None
+    return Finding(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6) if name else None
 
 
-@rule
-def no_effect(history: History) -> Seen | None:
+def no_effect(history: History) -> Finding | None:
     rates = history.last("learning_rate")
     if len(rates) >= LEAST and not any(rates):
-        return Seen(f"the learning rate was 0 in the last {len(rates)} steps", severe=True)
+        return Finding(f"the learning rate was 0 in the last {len(rates)} steps", severe=True)
     if len(history.rewards) < 50 or history.recently("frac_reward_zero_std") > 0.9:
         return None
     before, now = (_mean([reward for _, reward in part]) for part in (history.rewards[:20], history.rewards[-20:]))
@@ -269,20 +245,24 @@ def no_effect(history: History) -> Seen | None:
         at_first, recently = history.at_first(name), _mean(history.last(name, 20))
         if not at_first or not abs(recently - at_first) <= change * at_first:
             return None
-    return Seen(
+    return Finding(
         f"after {len(history.rewards)} steps reward ({now:.3g}), entropy and length are where they were, at a learning "
         f"rate of {rates[-1] if rates else 0.0:.2g}"
     )
 
 
-@rule
-def engine_waits(history: History) -> Seen | None:
+def engine_waits(history: History) -> Finding | None:
     rounds = [*history.rollouts.values()][-LEAST:]
     if len(rounds) == LEAST and all(preempted for preempted, _ in rounds):
-        return Seen(f"the engine preempted {sum(n for n, _ in rounds)} sequences in the last {LEAST} rollouts")
+        return Finding(f"the engine preempted {sum(n for n, _ in rounds)} sequences in the last {LEAST} rollouts")
     if len(rounds) == LEAST and all(full for _, full in rounds):
-        return Seen(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
+        return Finding(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
     return None
+
+
+# Rule -> texts: ``when`` it raises an alarm (for the documentation), ``why``, ``remedy`` (with settings), ``source``.
+TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
+RULES: dict[str, Callable[[History], Finding | None]] = {name: globals()[name.replace("-", "_")] for name in TEXTS}
 
 
 class Advisor:

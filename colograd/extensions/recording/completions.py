@@ -146,7 +146,7 @@ def write_log(
                 file.write_table(part)
         os.replace(aside, path)
     except BaseException:
-        aside.unlink(missing_ok=True)  # frees room on a full disk
+        aside.unlink(missing_ok=True)
         raise
     return path
 
@@ -188,7 +188,6 @@ def _names(json_list: bytes) -> list[str]:
 
 
 def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
-    """Return the rows of a completions file, without thumbnails, and the names of the rewards."""
     try:
         file = CompletionFile(path, path.stat().st_size)
         numbers = ("step", "position", "prompt_tokens", "completion_tokens")

@@ -335,7 +335,6 @@ def run_facts(trainer: Any) -> dict[str, Any]:
 
 
 def shown(value: Any) -> Any:
-    """Remove secrets and absolute paths."""
     if isinstance(value, dict):
         return {name: shown(each) for name, each in value.items() if not is_secret(name, each)}
     if isinstance(value, list):

@@ -31,8 +31,7 @@ class Timeline:
             self._looks.append((time.perf_counter() - self._began, load))
 
     def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
-        """Record a call, from any thread. ``count``: completions of a reward call, or tokens that are ``trained``
-        early."""
+        """Record a call, from any thread. ``count`` are completions of a reward call, or tokens of early training."""
         if self._sampling or kind == "trained":
             self._calls[kind].append((name, started - self._began, ended - self._began, count))
 

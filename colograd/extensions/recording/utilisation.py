@@ -37,7 +37,6 @@ def peak_of(device: str) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return a device's peak FLOP/s, and the number's source."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
@@ -99,7 +98,6 @@ class Matrices:
         return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
 
     def flops(self, work: Work) -> int:
-        """Return the FLOPs of a forward and its backward."""
         layers = (6 * self.trained + 4 * self.frozen) * work.tokens
         head = (6 if self.head_is_trained else 4) * self.head * work.predicted
         return layers + head + 12 * self.attention * work.pairs

@@ -97,7 +97,6 @@ class BothWays(cpu_attn.CPUAttentionBackend):
 
 @contextlib.contextmanager
 def both_ways() -> Iterator[None]:
-    """Make vLLM build engines with `BothWays`."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{BothWays.__module__}.{BothWays.__qualname__}")
     try:
         yield

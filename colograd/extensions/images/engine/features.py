@@ -74,8 +74,6 @@ class ImagePrompts(EngineFeature):
 
 
 class TextAlone(EngineFeature):
-    """Loads a model without its vision and audio towers."""
-
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"language_model_only": True}
 
@@ -112,8 +110,7 @@ def find_gemma3() -> None:
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """Return a prompt for vLLM. Placeholders that the model or a tool wrote replace `STAND_IN` after images are
-    inserted."""
+    """Return a prompt for vLLM, with the placeholders that the model or a tool wrote in place of `STAND_IN`."""
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
