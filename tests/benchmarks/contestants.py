@@ -130,8 +130,7 @@ class Meter:
 
 
 def step_clock(meter: Meter, phases: Callable[[dict[str, Any], Step], Step]) -> Any:
-    """Return a callback that keeps one `Step` per optimizer step. ``phases(logs, counted)`` gives the step's seconds.
-    Return a callback that keeps one `Step` per optimizer step. ``phases(logs, counted)`` gives the step's seconds."""
+    """Return a callback that keeps a `Step` per optimizer step. ``phases(logs, counted)`` gives its seconds."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):

@@ -45,8 +45,7 @@ class PeakMemory:
 
 
 class OwnMemory(threading.Thread):
-    """Largest private memory of this process (resident, and mapped at all), sampled fifty times a second. Linux only.
-    Largest private memory of this process (resident, and mapped at all), sampled fifty times a second. Linux only."""
+    """Largest private memory of this process, sampled fifty times a second: resident, and mapped. Linux only."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

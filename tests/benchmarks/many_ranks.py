@@ -53,8 +53,7 @@ COLLECTIVES = ((dist, "all_reduce"), (dist, "broadcast"), (zero, "reduce_scatter
 
 
 class Counted:
-    """Counts calls of collectives, and the bytes of the larger of their tensors: within an engine, and between engines.
-    Counts calls of collectives, and the bytes of the larger of their tensors: within an engine, and between engines."""
+    """Counts calls of collectives, and the bytes of their larger tensors: within an engine, and between engines."""
 
     def __init__(self, per_engine: int) -> None:
         self.per_engine = per_engine

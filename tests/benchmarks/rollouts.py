@@ -178,8 +178,7 @@ def share_of_equals(one: Sequence[Any], other: Sequence[Any]) -> float:
 
 
 def hiding(engine: Any, stages: Sampled, prompts: Sequence[Any]) -> dict[str, float]:
-    """Return seconds of a generation, of all rewards, of the rewards before the generation's end, and of the last wait.
-    Return seconds of a generation, of all rewards, of the rewards before the generation's end, and of the last wait."""
+    """Return seconds of a generation, of all rewards, of rewards before the generation's end, of the last wait."""
     (_, scored), seconds, _ = timed(engine, lambda: streamed(stages, prompts))
     begin, end = stages.interval
     calls = [s.logged.columns["when"][0] for s in scored]

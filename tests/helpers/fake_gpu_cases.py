@@ -478,8 +478,7 @@ def checkpoint(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def tower(gpu: FakeGPU) -> dict[str, Any]:
-    """Qwen2.5-VL: a layer with windows, and one with whole images. Fakes have no numbers, so positions are passed in.
-    Qwen2.5-VL: a layer with windows, and one with whole images. Fakes have no numbers, so positions are passed in."""
+    """Qwen2.5-VL: a layer with windows, and one without. Fakes have no numbers, so positions are passed in."""
     rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0}
     vision = {"depth": 2, "fullatt_block_indexes": [1], "out_hidden_size": 256}  # else as published
     text = {"vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,

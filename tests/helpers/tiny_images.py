@@ -342,8 +342,7 @@ def _gemma4(shape: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _gemma4_both_ways(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Like `_gemma4`, with bidirectional image tokens in layers with a window, and keys used as values in the others.
-    Like `_gemma4`, with bidirectional image tokens in layers with a window, and keys used as values in the others."""
+    """Like `_gemma4`, with bidirectional image tokens in layers with a window. The others use keys as values."""
     text = {
         "layer_types": [*WINDOWS], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
         "use_bidirectional_attention": "vision",

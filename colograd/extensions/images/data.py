@@ -72,8 +72,7 @@ class ImageReader:
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
     ) -> ModelInput:
-        """Convert messages, with contents as lists of parts, and RGB images into a prompt, or raise one of `REFUSALS`.
-        Convert messages, with contents as lists of parts, and RGB images into a prompt, or raise one of `REFUSALS`."""
+        """Convert messages, with lists of parts as contents, and RGB images into a prompt. Raise any of `REFUSALS`."""
         text, special = self._text(messages, arguments)
         engine_ids = self._placeholders(text, special, len(pictures))
         if not pictures:
