@@ -135,7 +135,7 @@ WAITS = {
     "sharding/strategy.py ShardingStrategy.sum_over_parts",
     "extensions/tensor_parallel/strategy.py TensorStrategy.sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
-    "loop.py Loop.run", "extensions/recording/utilisation.py _measured",
+    "loop.py Loop.run", "extensions/recording/utilisation.py peak_flops",
     # with a reference that follows the policy, and with checkpoints
     "checkpoint/writing.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
     "rollout/store.py digest_of",

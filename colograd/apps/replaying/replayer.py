@@ -172,9 +172,9 @@ class Replayer(GRPOTrainer):
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
-        self._recorded: dict[int, dict[str, float]] = {}  # loss and gradient norm by step
+        self._recorded_figures: dict[int, dict[str, float]] = {}
         for folder in self.rounds.rounds().values():
-            self._recorded |= read_figures(folder)
+            self._recorded_figures |= read_figures(folder)
         self._apart: list[dict[str, float]] = []  # differences from the record, one entry per step
 
     sampler_class = ReplaySampler
@@ -213,12 +213,12 @@ class Replayer(GRPOTrainer):
         if self.profile is not None and step == self.replay.last:
             with on_all_ranks("the profile"):
                 written = self._write_profile(self.profile)
-        line, was = f"replay: step {step}: {_shown(figures)}", self._recorded.get(step)
+        line, was = f"replay: step {step}: {_shown(figures)}", self._recorded_figures.get(step)
         if was is not None:
             self._apart.append({name: abs(value - was.get(name, math.nan)) for name, value in figures.items()})
             is_equal = not any(self._apart[-1].values())
             line += "; as recorded, bit for bit" if is_equal else f"; recorded: {_shown(was)}"
-        elif self._recorded:
+        elif self._recorded_figures:
             line += "; no figures of its first training are recorded"
         self.console.step(step, self.state.max_steps, metrics)
         self.console.say(line)
@@ -226,7 +226,6 @@ class Replayer(GRPOTrainer):
             self.console.say(written)
 
     def _write_profile(self, folder: Path) -> str:
-        """Return a line with the files' names, or with the error of writing."""
         self._profiler.stop()
         suffix = f"-rank{self.args.layout.rank}" if self.args.layout.world_size > 1 else ""
         trace, table = folder / f"trace{suffix}.json", folder / f"operators{suffix}.txt"

@@ -30,7 +30,7 @@ NAME = "report.html"  # The model card links to this name.
 # A page gets no further step of a kind, once its steps have so many compressed bytes. Base64 adds a third.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-STEP_BYTES = 2_000_000  # of a step's completions as JSON
+STEP_JSON_BYTES = 2_000_000
 POINTS = 2000
 MOST_SPREADS = 400
 MOST_PROMPTS = 300
@@ -87,14 +87,14 @@ def page(runs: Sequence[RecordedRun]) -> str:
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
-        packed: dict[int, bytes] = {}  # step -> compressed JSON
+        packed: dict[int, bytes] = {}
         recorded, held = {*run.samples.steps}, []
         # remaining bytes for steps without completions, and for steps with completions
         rooms = [ROLLOUT_BYTES // len(runs), COMPLETION_BYTES // len(runs)]
         for step in spread_out(dict(found["held"]), alarms):
             kind = int(step in recorded and rooms[1] > 0)
             if rooms[kind] > 0:
-                content = of_step(run, step, min(STEP_BYTES, 8 * rooms[1]) if kind else 0)
+                content = of_step(run, step, min(STEP_JSON_BYTES, 8 * rooms[1]) if kind else 0)
                 packed[step] = zlib.compress(compact(content).encode(), 9)
                 rooms[kind] -= len(packed[step])
                 held.append([step, kind])

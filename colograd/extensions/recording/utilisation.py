@@ -27,8 +27,8 @@ from ...runtime.sizes import num_experts
 PEAKS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
 }  # fmt: skip
-MEASURING_SECONDS = 0.2
-SIZES = {"cpu": 1024, "cuda": 4096}  # of the measured square matrices
+SECONDS = 0.2  # of a measurement
+SIZES = {"cpu": 1024, "cuda": 4096}  # of the multiplied square matrices
 
 
 def peak_of(device: str) -> float | None:
@@ -46,7 +46,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     factor = torch.ones(size, size, device=device, dtype=dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     fastest, began = 0.0, time.perf_counter()
-    while not fastest or time.perf_counter() - began < MEASURING_SECONDS:
+    while not fastest or time.perf_counter() - began < SECONDS:
         wait()
         started = time.perf_counter()
         torch.mm(factor, factor)
