@@ -17,7 +17,7 @@ def _is_written(argument: Any) -> bool:
 
 
 class Races(TorchDispatchMode):
-    """Records operations of streams, and what each stream has waited for.
+    """Records operations of streams, and the operations that each stream has waited for.
 
     A race: two operations on different streams use the same memory, one of them writes, and neither stream nor host
     waited for the earlier one.

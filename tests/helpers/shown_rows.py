@@ -12,7 +12,7 @@ from colograd.rollout.record_file import Record, RecordFile, read_records
 
 
 def samples_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return all completions of a run. Of a completion recorded twice, the later one counts."""
+    """Return all completions of a run. If one was recorded twice, the later record counts."""
     path, found = Path(run_dir) / FOLDER / SAMPLES, dict[Any, dict[str, Any]]()
     for record in read_records(path) if path.is_file() else ():
         for entry in json.loads(record.content):

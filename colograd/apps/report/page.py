@@ -27,7 +27,7 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # The model card links to this name.
-# A page gets no further step of a kind, once its steps have so many compressed bytes. Base64 adds a third.
+# Maximum compressed bytes of a page's steps without and with completions. Base64 adds a third.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
 STEP_JSON_BYTES = 2_000_000
@@ -213,8 +213,8 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
         alike = ~np.isnan(mean) & ~(spread > FLAT)
         solved = alike & (mean >= mark - FLAT)
         counts.append([int(each.sum()) for each in (solved, alike & ~solved, spread > FLAT, signal == 1)])
-    columns = zip(*counts, strict=True) if counts else ((), (), (), ())
-    of_kinds = dict(zip(("solved", "unsolved", "mixed", "signal"), map(list, columns), strict=True))
+    columns = np.array(counts, int).reshape(-1, 4).T.tolist()
+    of_kinds = dict(zip(("solved", "unsolved", "mixed", "signal"), columns, strict=True))
     return {"mark": number(mark), "steps": sorted(run.groups), **of_kinds}
 
 
@@ -251,7 +251,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield the last step, the first step, those in ``first``, and then the others from coarse to fine."""
+    """Yield the last step, the first step, the steps in ``first``, and then the others from coarse to fine."""
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     order += [step for power in range(len(rest).bit_length(), -1, -1) for step in rest[:: 2**power]]

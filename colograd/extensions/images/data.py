@@ -211,7 +211,7 @@ def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[st
 
 
 class Unreadable(ValueError):
-    """Error whose message already names the row."""
+    """Error with the row's name in its message."""
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class Tower:
 
     @classmethod
     def of(cls, model: Any) -> Tower | None:
-        """Read a tower's size. None means no tower, or a tower whose parameters don't require gradients."""
+        """Return the size of a trained tower. None means no tower, or a frozen one."""
         config = model.config
         if not has_tower(config) or getattr(config, "vision_config", None) is None:
             return None

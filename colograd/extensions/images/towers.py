@@ -28,20 +28,20 @@ TOWER_NAME = "colograd_flash_tower"  # with "flash" in the name transformers pas
 
 
 def see_both_ways(model_config: Any) -> str:
-    """Return where an image's tokens attend bidirectionally: in `all` layers, those with a `window`, or ""."""
+    """Return which layers attend bidirectionally among an image's tokens: `all`, `window`, or "" for none."""
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return the placeholders that transformers reads as padding. vLLM reads them as tokens."""
+    """Return the placeholders that transformers reads as padding. vLLM reads those without an image as tokens."""
     kinds = ("image", "video", "audio") if getattr(model_config, "model_type", None) == "gemma4" else ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in kinds)
     return tuple(int(token) for token in found if token is not None)
 
 
 def find_processors() -> None:
-    """Register Idefics3's image processor, for which transformers wrongly requires torchvision."""
+    """Register Idefics3's image processor. transformers wrongly requires torchvision for it."""
     import transformers
 
     name = "Idefics3ImageProcessorPil"
@@ -281,7 +281,7 @@ class ImageStep(ForwardStep):
         return rows.packed(padded_hidden_states(model, batch, ids, rows.mask, rows.chains))
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Return the attention of the language model and of the tower, whose rows are images."""
+        """Return the attention of the language model, and another one for the tower's images."""
         if not takes_images(model.config):
             return name
         tower = name

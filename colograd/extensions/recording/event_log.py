@@ -92,7 +92,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return a run's events in order, without those that a resumed run replaced."""
+    """Return a run's events in order. Events that a resumed run replaced are left out."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
         for line in file:

@@ -84,7 +84,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Return None for a mixture of experts, whose tokens use only some matrices."""
+        """Return None for a mixture of experts, because a token uses only some of the matrices."""
         base = unwrap(model)
         if num_experts(base.config):
             return None
