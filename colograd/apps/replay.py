@@ -20,14 +20,14 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..runtime import process
 from ..train import start
 
-NOT_TAKEN = (  # Prefixes of settings that a replay ignores: they are about files and evaluations.
+IGNORED_PREFIXES = (  # of settings about files and evaluations
     "save_", "eval_", "hub_", "push_to_hub", "log_completions", "load_best", "metric_for_best", "greater_is_better",
     "do_", "resume_from_checkpoint", "output_dir", "report_to",
 )  # fmt: skip
@@ -38,7 +38,6 @@ SET = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `colograd replay`. Return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -69,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line. Return the command's options, and the flags that change settings of the run."""
     if not argv or argv[0].startswith("-"):
         raise ValueError("the run's folder is missing: write colograd replay RUN --step N.")
     parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)
@@ -102,8 +100,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
-    """Write the replay's recipe into ``scratch``: the run's recipe, changed by the command line's ``flags``, without
-    the settings in `NOT_TAKEN`, and with the values in `SET`."""
+    """Write the run's recipe with the changes of ``flags`` and of a replay."""
     from ..config import given_settings
     from ..rollout.store import FOLDER, RECIPE
 
@@ -114,10 +111,7 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
             "until_checkpoint or keep: give the run's recipe with --config."
         )
     given = given_settings(["--config", str(recipe), *flags])
+    taken = {name: value for name, value in given.items() if not name.startswith(IGNORED_PREFIXES)}
     path = scratch / "recipe.yaml"
-    path.write_text(json.dumps(changed(given) | {"output_dir": str(scratch / "run")}))  # YAML can read JSON.
+    path.write_text(json.dumps(taken | SET | {"output_dir": str(scratch / "run")}))  # YAML can read JSON.
     return path
-
-
-def changed(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if not name.startswith(NOT_TAKEN)} | SET

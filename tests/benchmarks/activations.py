@@ -34,11 +34,11 @@ SHAPES: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 8, "vocab_size": 152064},
 }  # fmt: skip
 TOKENS = (1024, 8192, 32768, 131072)
-PARTS = 8  # of a row: its prompt and its completions, all of one length
+PARTS = 8  # parts of a row: a prompt and completions of its length
 
 
 def cell(model: str, tokens: int, again: bool) -> dict[str, Any]:
-    """Planned and peak bytes of one cell. The caller's process must have the fake GPU."""
+    """Return planned and peak bytes. The process must have the fake GPU."""
     import fake_gpu_cases as cases
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -2,24 +2,21 @@
 
     python tests/benchmarks/agents.py [--model M] [--sessions 64] [--trials 5] [--clients light openai] [--out F.json]
 
-One engine, in turns, the order changing from trial to trial: `Engine.generate` with a prompt per session, and
-`AgentSessions` whose program requests as many tokens. Both sample `--tokens` tokens per request. Two
-clients:
+One engine runs, in turns, `Engine.generate` with a prompt per session, and `AgentSessions` whose program requests as
+many tokens. Both sample `--tokens` tokens per request. Two clients:
 
-- `light`: the programs let one other process ask, with nothing but sockets. Its processor seconds are the client's,
-  not the endpoint's: they are in the seconds of the clock, for it runs on the same cores, but not in this process's.
-- `openai`: the programs use the `openai` package in this process and share one pool of connections, as the guide's do.
-  So the package's own time counts against the endpoint.
+- `light`: a separate process sends the requests over plain sockets. Its processor seconds don't count.
+- `openai`: the programs use the `openai` package in this process with one pool of connections. Its time counts.
 
 The figures are medians over the trials:
 
 - `ratio`: the endpoint's tokens per second, and per second of this process's processor time, over plain generation's
   in the same trial. The second hardly depends on the machine's other work.
 - `steps`, `step_seconds`: of the engine. `other_seconds`: of the clock, outside its steps. Both sides' steps do the
-  same work, so that where a step takes longer on one side, the machine was slower meanwhile.
+  same work. If one side's steps take longer, the machine was slower meanwhile.
 
-Trees, too: `trees.ratio` divides the tokens of made-up sessions, each branch in a row of its own, by the tokens of the
-packed trees. A group has 16 sessions of depth 12 with two compactions and three branches behind a long system prompt.
+`trees.ratio` divides the tokens of made-up sessions, each branch in a row of its own, by the tokens of the packed
+trees. A group has 16 sessions of depth 12 with two compactions and three branches behind a long system prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from typing import Any
 
 from colograd.runtime import process
 
-process.prepare_threads()  # OpenMP reads how to wait when torch is imported: spinning, it would time the neighbours
+process.prepare_threads()  # before torch is imported
 
 import torch  # noqa: E402
 from figures import machine, table, write  # noqa: E402
@@ -64,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# Source of the client process. It sends each line that it reads as a request and prints the answers.
+# source of the client process
 ASK = r"""
 import asyncio, json, sys, time
 
@@ -98,12 +95,11 @@ class LightClient:
         )
         self._asked: list[Future[Any]] = []
         self._lock = threading.Lock()
-        self.seconds = 0.0  # of a processor, that the process has used
+        self.seconds = 0.0  # processor seconds of the process
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def ask(self, base_url: str, key: str, body: dict[str, Any]) -> Any:
-        """An answer's body."""
         port = int(base_url.split(":")[2].partition("/")[0])
         assert self._process.stdin is not None
         with self._lock:
@@ -125,8 +121,6 @@ class LightClient:
 
 
 class Measured:
-    """Measurements of one side's runs."""
-
     def __init__(self, engine: Any) -> None:
         self._steps: list[float] = []
         self._advance, engine.advance = engine.advance, self._step
@@ -152,7 +146,7 @@ class Measured:
 
 
 def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """All in turns."""
+    """Run all sides in turns."""
     from openai import OpenAI
     from transformers import AutoTokenizer
 
@@ -183,7 +177,7 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         for position, ask in enumerate(asked)
     ]
 
-    # One for all sessions: a client of its own would load certificates for each, which takes longer than its request.
+    # Loading certificates takes longer than a request, so all sessions share a client.
     shared, light = OpenAI(base_url="http://127.0.0.1", api_key="none"), LightClient()
 
     def by_openai(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
@@ -203,7 +197,7 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     def run(writer: Any, tokens: int = options.tokens) -> int:
         drawn = dataclasses.replace(sampling, max_tokens=tokens)
         none: list[Group] = []
-        # as the trainer asks: Python's collector rests
+        # as in the trainer: no garbage collection
         groups = engine.on_engine_leader(lambda: [*writer.generate(prompts, drawn, version=0, seed=0)], none)
         read = [rollout for group in groups for rollout in group.rollouts]
         assert sorted(each.prompt_ids for each in read) == sorted(each.input.ids for each in prompts)
@@ -240,7 +234,7 @@ def medians(runs: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def trees(sessions: int = 16, depth: int = 12) -> dict[str, float]:
-    """Tokens of made-up sessions through the model: of packed trees, and of their branches in separate rows."""
+    """Count the tokens of made-up sessions: in packed trees, and with each branch in a row of its own."""
     from colograd.batch import FinishReason
     from colograd.extensions.agents.branches import TokenTree
 
@@ -265,7 +259,7 @@ def trees(sessions: int = 16, depth: int = 12) -> dict[str, float]:
             if number in (depth // 3, 2 * depth // 3):  # compacted
                 turn(context)  # the summary
                 context = [*system, *text(150, 300)]
-            if number in (2, 5, 8):  # tried another way, from here
+            if number in (2, 5, 8):  # another branch from here
                 turn([*turn(context), *text(40, 200)])
         for read, wrote in sorted(requests, key=lambda request: len(request[0])):
             tree.add(read, wrote, [0.0] * len(wrote))
@@ -274,7 +268,7 @@ def trees(sessions: int = 16, depth: int = 12) -> dict[str, float]:
         packed += len(rollout.completion_ids) + len(first) - len(system)
         branches += rollout.sequence_tokens
         requested += sum(len(read) + len(wrote) for read, wrote in requests)
-    packed += len(system)  # of the group, once: its sessions begin with it
+    packed += len(system)  # once per group
     return {"packed": packed, "branches": branches, "requests": requested, "ratio": branches / packed}
 
 

@@ -36,9 +36,9 @@ from colograd.batch import SegmentLayout  # noqa: E402
 from colograd.policy import attention, merged_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once, calls_one_by_one  # noqa: E402
 
-ALLOWED = {"float32": 1e-4, "bfloat16": 0.05}  # relative difference of outputs and gradients
+ALLOWED = {"float32": 1e-4, "bfloat16": 0.05}  # relative differences of outputs and gradients
 MIB = 2**20
-EVERYTHING = 2**30  # tokens of a window that hides nothing; with a window all keys are gathered
+EVERYTHING = 2**30  # tokens of a window that hides nothing
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SegmentLayout], torch.Tensor]
 
 
@@ -77,7 +77,7 @@ def clock(device: torch.device) -> float:
 
 
 def once(attend: Attention, row: Sequence[torch.Tensor], gradient: torch.Tensor, layout: SegmentLayout) -> Any:
-    """Run forward and backward once. Returns the seconds, the bytes kept, and the output with all gradients."""
+    """Run forward and backward once. Return the seconds, the kept bytes, and the output with all gradients."""
     inputs = [x.detach().requires_grad_() for x in row]
     own, kept = {x.untyped_storage().data_ptr() for x in inputs}, {}
 
@@ -93,7 +93,7 @@ def once(attend: Attention, row: Sequence[torch.Tensor], gradient: torch.Tensor,
     with mock.patch.object(merged_attention, "slow", lambda _: False) if attend is torchs_backward else nullcontext():
         output.backward(gradient)
     seconds = clock(gradient.device) - started
-    kept.pop(output.untyped_storage().data_ptr(), None)  # which the next layer keeps anyway
+    kept.pop(output.untyped_storage().data_ptr(), None)  # the next layer keeps it anyway
     return seconds, sum(kept.values()), [output.detach(), *(x.grad for x in inputs)]
 
 
@@ -140,7 +140,6 @@ def row_of(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     on_gpu = torch.cuda.is_available()
     process.keep_freed_memory()  # as the trainer does

@@ -49,7 +49,7 @@ RECIPES = {
 }
 CASES = {"engine": golden_cases.ONE_RANK, "engine, ranks": golden_cases.TWO_RANKS}
 PARTS = ("recorded", *RECIPES, *CASES, "history")
-# Not `colograd.process`'s: nothing of the package is imported here, so that its state can't decide who is compared.
+# This file imports nothing of the package, because it compares two checkouts.
 INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 Answer = dict[str, Any]
 
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(part: str, checkout: Path, options: argparse.Namespace) -> Answer:
-    """Run one part with one checkout, in one process or two."""
+    """Run one part with one checkout, in one or two processes."""
     kept = {name: value for name, value in os.environ.items() if name not in (*INHERITED, "COLOGRAD_SINGLE_PROCESS")}
     job = {"part": part, "checkout": checkout, "model": options.model, "steps": options.steps}
     if part in RECIPES:
@@ -107,7 +107,7 @@ def run(part: str, checkout: Path, options: argparse.Namespace) -> Answer:
 
 
 def joined(answers: Sequence[Answer]) -> Answer:
-    """One answer for a run's ranks: each rank's numbers, summed processor seconds, the slowest rank's wall clock."""
+    """Join the answers of a run's ranks: summed processor seconds, the slowest rank's wall clock."""
     if len(answers) == 1:
         return answers[0]
 
@@ -146,7 +146,6 @@ def _first_difference(kind: str, found: Any, expected: Any) -> str:
 
 
 def numbers_table(answers: Mapping[str, Sequence[Answer]], differing: set[tuple[str, str]]) -> str:
-    """A table with a row per run, and whether its numbers are the same in all processes."""
     rows = []
     for name, run in next(iter(answers.values()))[0]["runs"].items():
         same = ["**differ**" if (name, kind) in differing else "same" for kind in ("losses", "completions", "weights")]
@@ -156,7 +155,6 @@ def numbers_table(answers: Mapping[str, Sequence[Answer]], differing: set[tuple[
 
 
 def medians(answers: Sequence[Answer]) -> dict[str, float]:
-    """Median seconds of one side's start-up, first step and later steps, by name and clock."""
     found = {}
     for clock in ("processor", "wall"):
         spans = {
@@ -169,7 +167,6 @@ def medians(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print. Return the exit status."""
     options = parse(argv)
     sides = {"before": options.before, "after": options.after}
     print(f"{options.repeats} process(es) of each checkout and part, on {machine()}")
@@ -194,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(
     options: argparse.Namespace, sides: Mapping[str, Path], everything: dict[str, Any], failures: list[str]
 ) -> None:
-    """Run all parts with both checkouts, print their tables, and add to ``everything`` and ``failures``."""
+    """Run all parts with both checkouts, and print their tables."""
     for part in options.only:
         answers: dict[str, list[Answer]] = {side: [] for side in sides}
         for _ in range(options.repeats):

@@ -37,25 +37,25 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Input of one process: the trainer, the model, the prompts and all sizes."""
+    """Input of one process."""
 
-    trainer: str  # colograd or trl, or with a variant: see `VARIANTS`
+    trainer: str  # colograd, trl, or a variant in `VARIANTS`
     model: str  # a folder in the compared dtype
     rows: list[dict[str, Any]]  # prompts in the order of the steps, with the column `signal`
     prompt_tokens: int
     completion_tokens: int
     num_generations: int
     prompts_per_step: int
-    steps: int  # that count; one more warms up
-    repeats: int  # of the training phase on the recorded rollouts
+    steps: int  # counted steps; one more warms up
+    repeats: int  # repetitions of training on the recorded rollouts
     rows_per_microbatch: int  # TRL's per_device_train_batch_size
     dtype: str
     kv_bytes: int
     ignore_eos: bool
     plain_malloc: bool
     seed: int
-    rollouts: str  # Folder of the journal with the recorded rollouts; TRL's job comes first and writes them.
-    folder: str  # Folder of the trainer's outputs.
+    rollouts: str  # folder of the recorded rollouts, which TRL's job writes
+    folder: str  # the trainer's output folder
     out: str
 
     @property
@@ -67,7 +67,7 @@ class Job:
         return self.prompt_tokens + self.completion_tokens
 
     def engine(self) -> dict[str, Any]:
-        """Settings of vLLM that TRL has no name for. Both trainers get them."""
+        """Settings of vLLM that TRL has no name for."""
         on_gpu = _on_gpu()
         return {"kv_cache_memory_bytes": self.kv_bytes, "dtype": self.dtype, "enforce_eager": not on_gpu}
 
@@ -76,7 +76,7 @@ class Job:
 
 
 def hash_reward(completions: Sequence[Any], signal: Sequence[bool], **columns: Any) -> list[float]:
-    """A number in [0, 1) per text, different for different texts; 0.5 for a group without signal."""
+    """Return a number in [0, 1) per text; 0.5 for a group without signal."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     digests = [hashlib.blake2b(text.encode(), digest_size=4).digest() for text in texts]
     return [int.from_bytes(d, "big") / 2**32 if s else 0.5 for d, s in zip(digests, signal, strict=True)]
@@ -113,8 +113,6 @@ class Meter:
         return time.perf_counter()
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``function`` so that its seconds are added under ``name``."""
-
         def run(*args: Any, **kwargs: Any) -> Any:
             started = self.now()
             try:
@@ -125,7 +123,6 @@ class Meter:
         return run
 
     def take(self) -> Step:
-        """Seconds, tokens and forwards since the last call."""
         taken = {**self.seconds, "tokens_through_model": self.tokens, "forwards": self.forwards}
         self.seconds.clear()
         self.tokens = self.forwards = 0
@@ -133,10 +130,7 @@ class Meter:
 
 
 def step_clock(meter: Meter, phases: Callable[[dict[str, Any], Step], Step]) -> Any:
-    """A callback that keeps one `Step` per optimizer step, from log entry to log entry; and the peak after the first.
-
-    ``phases(logs, counted)`` gives the step's seconds.
-    """
+    """Return a callback that keeps a `Step` per optimizer step. ``phases(logs, counted)`` gives its seconds."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -227,7 +221,7 @@ def _replayed(job: Job, rows: Any) -> list[Step]:
 
     if not job.repeats:
         return []
-    config = _our_config(job, output_dir=f"{job.folder}-replayed", learning_rate=0.0)  # each time the same
+    config = _our_config(job, output_dir=f"{job.folder}-replayed", learning_rate=0.0)  # so that weights stay
     replay = Replay(Path(job.rollouts), 1, 1)
     trainer = Timed(replay=replay, model=job.model, reward_funcs=hash_reward, args=config, train_dataset=rows)
     _apply_variant(trainer, job)
@@ -250,13 +244,13 @@ def _our_phases(logs: dict[str, Any]) -> Step:
 
 
 def _recorded_step(seconds: float, cpu_before: float, counted: Step) -> Step:
-    """``cpu_s`` are processor seconds of all threads, collation included. Other processes hardly change them."""
+    """``cpu_s`` are processor seconds of all threads, collation included."""
     tokens = counted["tokens_through_model"]
     return {"train_s": seconds, "cpu_s": time.process_time() - cpu_before, "tokens_through_model": tokens}
 
 
 def recorded_groups(job: Job) -> list[Any]:
-    """Recorded groups of the first step, in the order of its prompts."""
+    """Return the recorded groups of the first step, in the order of its prompts."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -277,11 +271,11 @@ def recorded_groups(job: Job) -> list[Any]:
 
 
 def run_trl(job: Job) -> dict[str, Any]:
-    """TRL's colocated trainer.
+    """Run TRL's colocated trainer.
 
-    On a CPU vLLM packs its weights away, and TRL's weight update fails: `live_weights` keeps them in place, as it does
-    for colograd. TRL passes neither a dtype nor a cache size to vLLM, and would compile: `Job.engine` is added. No rank
-    variables are set: TRL sets them after its accelerator is made, which else would wrap the model in DDP.
+    On a CPU vLLM packs its weights away, and TRL's weight update fails: `live_weights` keeps them in place. TRL passes
+    neither a dtype nor a cache size to vLLM, so `Job.engine` is added. TRL sets rank variables after its accelerator is
+    made; earlier ones would wrap the model in DDP.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -328,7 +322,7 @@ def run_trl(job: Job) -> dict[str, Any]:
 
 
 def _time_trl(trainer: Any, meter: Meter) -> None:
-    """Time TRL's stages. TRL's second forward, for log-probabilities while it prepares inputs, counts as training."""
+    """Time TRL's stages. TRL's forward for log-probabilities while it prepares inputs counts as training."""
     preparing = False
     prepare, logprobs = trainer._prepare_inputs, trainer._get_per_token_logps_and_entropies
 
@@ -413,4 +407,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # an engine that another package holds may not end by itself
+    os._exit(status)  # An engine that another package holds may not end.

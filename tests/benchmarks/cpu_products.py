@@ -34,7 +34,6 @@ WAYS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype]] = {
 
 
 def measured(rows: int, inputs: int, outputs: int, backward: bool, trials: int) -> dict[str, float]:
-    """Median milliseconds of each way."""
     torch.manual_seed(0)
     x, weight, gradient = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(rows, outputs)
 

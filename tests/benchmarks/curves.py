@@ -24,7 +24,7 @@ from typing import Any
 
 from colograd.runtime import process
 
-process.prepare_threads()  # OpenMP reads how to wait when torch is imported
+process.prepare_threads()  # before torch is imported
 
 from figures import table  # noqa: E402
 
@@ -62,7 +62,7 @@ def settings(folder: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def train(trainer: str, model: str, steps: int, seed: int) -> dict[str, Any]:
-    """Train in this process. Returns each step's mean reward, and the seconds from the first step's start on."""
+    """Train in this process. Return each step's mean reward, and the seconds from the first step's start on."""
     from colograd.apps.quickstart.quickstart import sums
     from colograd.engine.building import check_vllm, live_weights
     from colograd.rewards import last_number
@@ -91,18 +91,16 @@ def train(trainer: str, model: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def means(run: dict[str, Any]) -> tuple[float, float]:
-    """Mean reward of the last steps, and of all."""
     rewards = run["rewards"]
     return statistics.fmean(rewards[-LAST:]), statistics.fmean(rewards)
 
 
 def report(runs: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Return a Markdown table of the pairs, and the figures."""
     pairs = [
         tuple(next(r for r in runs if (r["trainer"], r["seed"]) == (name, seed)) for name in TRAINERS)
         for seed in dict.fromkeys(run["seed"] for run in runs)
     ]
-    # Columns of each seed: reward of the last steps, reward of all steps, seconds. TRL's value stands next to ours.
+    # columns of each seed, with TRL's value next to ours
     values = [[v for both in zip(means(t), means(c), strict=True) for v in both] for t, c in pairs]
     values = [[*rewards, t["seconds"], c["seconds"]] for rewards, (t, c) in zip(values, pairs, strict=True)]
     mean = [statistics.fmean(column) for column in zip(*values, strict=True)]
@@ -117,7 +115,6 @@ def report(runs: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Each run's rewards, thin, and the mean over the seeds, thick."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
@@ -177,4 +174,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # an engine that another package holds may not end by itself
+    os._exit(status)  # An engine that another package holds may not end.

@@ -27,7 +27,6 @@ REWARD = "rewards/last_number/mean"
 
 
 def settings(way: str, seed: int, steps: int, folder: Path, teacher: Path) -> dict[str, object]:
-    """Settings that differ from the quickstart's recipe."""
     given = {
         "output_dir": folder, "seed": seed, "max_steps": steps, "save_strategy": "no", "report": False,
         "journal": "off", "log_completions": False,
@@ -38,13 +37,12 @@ def settings(way: str, seed: int, steps: int, folder: Path, teacher: Path) -> di
 
 
 def rewards_of(folder: Path) -> list[float]:
-    """The mean reward of each step of a finished run."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry[REWARD] for entry in history if REWARD in entry]
 
 
 def train(way: str, seed: int, steps: int, folder: Path, teacher: Path, more: Sequence[str] = ()) -> list[float]:
-    """Train in a new process with ``more`` settings NAME=VALUE. A finished run is read and not trained again."""
+    """Train in a new process with ``more`` settings NAME=VALUE. A finished run isn't trained again."""
     if not (folder / "trainer_state.json").exists():
         print(f"distillation: {way}, seed {seed}", file=sys.stderr, flush=True)
         given = settings(way, seed, steps, folder, teacher)
@@ -57,7 +55,7 @@ def train(way: str, seed: int, steps: int, folder: Path, teacher: Path, more: Se
 
 
 def steps_to_goal(rewards: Sequence[float]) -> int | None:
-    """The first step that ends `MEAN_OF` steps with a mean reward of `GOAL`, or None if no step does."""
+    """Return the first step that ends `MEAN_OF` steps with a mean reward of `GOAL`, or None."""
     ends = range(MEAN_OF, len(rewards) + 1)
     return next((end for end in ends if statistics.fmean(rewards[end - MEAN_OF : end]) >= GOAL), None)
 

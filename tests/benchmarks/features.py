@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of: {', '.join(names)}")
     parser.add_argument("--at-once", type=int, default=5, help="processes at a time (5)")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
-    parser.add_argument("--case", help=argparse.SUPPRESS)  # that a child process runs
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # for child processes
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.names = options.only or names
@@ -76,7 +76,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def result_of(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run a case in a process of its own, and return its result."""
     if (needed := NEEDS.get(name)) and importlib.util.find_spec(needed) is None:
         return {"case": name, "skipped": f"{needed} isn't installed", "faults": [], "seconds": 0.0}
     command = [sys.executable, __file__, "--device", options.device, "--case", name, "--folder", str(folder)]
@@ -91,8 +90,7 @@ def result_of(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
 
 
 def report(results: Sequence[dict[str, Any]]) -> str:
-    """The results as Markdown."""
-    from figures import machine, table  # with torch, which the device in host memory must be installed before
+    from figures import machine, table  # The device in host memory must be installed before torch is imported.
 
     rows = []
     for result in results:
@@ -103,12 +101,11 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cases and print the table. Return the exit status."""
     options = parse(argv)
     if options.case:
         print(json.dumps(run(options)), flush=True)
         sys.stderr.flush()
-        os._exit(0)  # the device in host memory ends no other way
+        os._exit(0)  # the device in host memory can't end otherwise
     with tempfile.TemporaryDirectory(prefix="colograd-bench-") as folder, ThreadPoolExecutor(options.at_once) as pool:
         results = list(pool.map(lambda name: result_of(name, options, Path(folder)), options.names))
     bad = [result["case"] for result in results if result["faults"]]

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-GB = 1e9  # bytes; figures are in decimal gigabytes
+GB = 1e9  # bytes
 
 
 class PeakMemory:
     """Peak bytes of this process since `reset`: torch's allocated bytes on a GPU, the resident set on a CPU.
 
-    The resident set's peak can be reset on Linux only; where a reset is impossible, the peak since the process started
-    is returned, and ``exact`` is False.
+    ``exact`` is False if the resident set's peak can't be reset (outside Linux).
     """
 
     def __init__(self) -> None:
@@ -46,8 +45,7 @@ class PeakMemory:
 
 
 class OwnMemory(threading.Thread):
-    """The most bytes of its own (no mapped files) that this process has had since now, seen fifty times a second:
-    resident, and mapped at all. Linux only."""
+    """Largest private memory of this process, sampled fifty times a second: resident, and mapped. Linux only."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -61,7 +59,7 @@ class OwnMemory(threading.Thread):
 
 
 def _status(name: str) -> int:
-    """Bytes of an entry of /proc/self/status, or the peak resident set if there is no such file."""
+    """Return the bytes of an entry of /proc/self/status, or the peak resident set without such a file."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -70,7 +68,6 @@ def _status(name: str) -> int:
 
 
 def machine() -> str:
-    """The device in words."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
@@ -86,13 +83,11 @@ def _cpuinfo() -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Markdown table. The first columns contain text and are aligned to the left."""
     rule = [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
 
 
 def write(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write the figures as JSON. Without a path nothing is written."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=2) + "\n")

@@ -35,13 +35,13 @@ RESULTS = "gpu_check.json"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-LIMIT = 420.0  # seconds of a check: a lent machine ends a call after 600
-# Lines that say why something failed: the project's own, then Python's.
+LIMIT = 420.0  # seconds of a check
+# lines that explain a failure: the project's own, then Python's
 REASONS = (
     r"^(?:colograd: error|training_path): .+",
     r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|StaleWeights)\b.*)",
 )
-# Settings of the training path that cost or save time or memory, as arguments of training_path.py.
+# arguments of training_path.py
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "as it is": (),
     "gradient_checkpointing": ("--set", "gradient_checkpointing=true"),
@@ -64,20 +64,18 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 NEEDS = {"LoRA": "peft", "use_liger_kernel": "liger_kernel"}
-SECONDS = {"torch_compile": 80.0}  # of an option that takes longer than the others: it compiles when it starts
-ON_CPU = ("as it is", "gradient_checkpointing", "full_determinism")  # enough to see that they work
+SECONDS = {"torch_compile": 80.0}  # torch_compile compiles at start
+ON_CPU = ("as it is", "gradient_checkpointing", "full_determinism")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is sampled and trained."""
-
-    prompt: int  # Tokens of a prompt.
-    long_prompt: int  # Tokens of a long prompt. Copies of its keys would be most of a layer's activations.
-    completion: int  # Maximum tokens of a completion.
-    group: int  # Completions per prompt.
-    prompts: int  # Prompts per step.
-    queue: int  # Prompts of a timed generation.
+    prompt: int
+    long_prompt: int  # tokens; copies of its keys would be most of a layer's activations
+    completion: int
+    group: int
+    prompts: int
+    queue: int
     trials: int
     dtype: str  # in the comparison with TRL
     path: tuple[str, ...] = ()  # more arguments of training_path.py
@@ -104,35 +102,32 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Check:
-    """A check: a benchmark or test that runs in its own process."""
+    """A benchmark or test that runs in its own process."""
 
     name: str
-    command: tuple[str, ...]  # Arguments of the Python interpreter.
-    seconds: float  # Estimated seconds on an H100. The check isn't started with less left of --minutes.
-    tell: Callable[[str, dict[str, Any]], str]  # (standard output, figures) -> the finding in one line.
-    writes: bool = True  # The command takes --out F.json.
-    needs: str = ""  # Required package. Without it the check is skipped.
-    gpus: int = 0  # Required number of GPUs. With fewer the check is skipped.
-    lack: str = ""  # Reason for skipping the check on this machine.
+    command: tuple[str, ...]
+    seconds: float  # estimated seconds on an H100
+    tell: Callable[[str, dict[str, Any]], str]  # (standard output, figures) -> the finding in one line
+    writes: bool = True
+    needs: str = ""
+    gpus: int = 0
+    lack: str = ""  # reason for skipping the check
 
     @property
     def stem(self) -> str:
-        """File name without suffix for the check's outputs."""
         return "".join(letter if letter.isalnum() else "_" for letter in self.name)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a check."""
-
     name: str
-    status: str  # Ok, failed, late or skipped.
-    said: str  # Finding or error.
+    status: str
+    said: str
     seconds: float = 0.0
     limit_s: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
-    report: str = ""  # the Markdown that it printed
-    code: str = ""  # a digest of the project's code
+    report: str = ""  # Markdown
+    code: str = ""
 
     @property
     def is_bad(self) -> bool:
@@ -164,12 +159,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def checks(model: str, recipe: str, device: str) -> list[Check]:
-    """All checks in the order in which they run. Checks that others depend on come first.
-
-    Args:
-        model: a folder.
-        recipe: a file for the doctor.
-    """
+    """Return all checks in their order. Checks that others depend on come first."""
     sizes, on_cpu = SIZES[device], device == "cpu"
     group = ("--num-generations", str(sizes.group))
     path = (
@@ -229,7 +219,6 @@ def gpu_tests(only_collect: bool) -> tuple[str, ...]:
 
 
 def write_recipe(path: Path, model: str) -> None:
-    """Write the doctor's recipe: the quickstart's task."""
     recipe: dict[str, Any] = {
         "model_name_or_path": model,
         "dataset_name": "colograd.quickstart:sums",
@@ -272,7 +261,6 @@ def tell_training(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def tell_memory(said: str, figures: Mapping[str, Any]) -> str:
-    """Memory with long prompts and completions, which fill the planned micro-batches."""
     parts = (
         f"{figures['peak'][phase] / 1e9:.2f} GB at the peak of {phase}, {figures['planned'][phase] / 1e9:.2f} planned"
         for phase in ("training", "sampling")
@@ -297,7 +285,6 @@ def tell_attention(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def tell_in_place(said: str, figures: Mapping[str, Any]) -> str:
-    """Steps that copy a prompt's keys, and steps that read the keys in place, compared with the memory plan."""
     turns, plan = figures["in_turns"], figures["planned"]["training"]
     peaks = f"{turns['copied_peak'] / 1e9:.2f} and {turns['in_place_peak'] / 1e9:.2f} GB at the peak"
     return f"keys copied / read in place: {turns['ratio']:.2f} in seconds, {peaks}, {plan / 1e9:.2f} planned in place"
@@ -323,7 +310,7 @@ def tell_side_by_side(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def markdown(said: str) -> str:
-    """Cut a benchmark's Markdown out of its standard output, from the sentence above the first table on."""
+    """Cut a benchmark's Markdown out of its output, from the sentence above the first table on."""
     lines = said.splitlines()
     first = next((index for index, line in enumerate(lines) if line.startswith("| ")), len(lines))
     return "\n".join(lines[max(first - 2, 0) :]) if first < len(lines) else ""
@@ -343,11 +330,8 @@ def run_all(
 
     Args:
         earlier: results by name; these checks aren't run.
-        seconds: of this call. A check that these cut off has no result.
-        told: called with all results so far and the new one, after each check.
-
-    Returns:
-        The results that there are, in the order of the checks.
+        seconds: limit of this call. A check that the limit cuts off has no result.
+        told: function that is called with all results so far and the new one.
     """
     end, results = time.monotonic() + seconds, dict(earlier)
 
@@ -369,19 +353,17 @@ def run_all(
 
 
 def missing(check: Check) -> str:
-    """Why a check can't run on this machine: a missing package or too few GPUs. Empty if nothing is missing."""
+    """Return the missing package or GPUs, or ""."""
     if check.needs and importlib.util.find_spec(check.needs) is None:
         return f"{check.needs} isn't installed"
     return check.lack
 
 
 def on_machine(check: Check, gpus: int) -> Check:
-    """Return the check, with a reason in ``lack`` if it needs more GPUs than the machine has."""
     return dataclasses.replace(check, lack=f"it needs {check.gpus} GPUs") if gpus < check.gpus else check
 
 
 def run(check: Check, limit: float, folder: Path) -> Result:
-    """Run one check in a process that ends with the check."""
     if why := missing(check):
         return Result(check.name, "skipped", why)
     out, err, figures = (folder / f"{check.stem}.{kind}" for kind in ("out", "err", "json"))
@@ -403,7 +385,7 @@ def run(check: Check, limit: float, folder: Path) -> Result:
 
 
 def execute(command: Sequence[str], limit: float, out: Path, err: Path) -> int | None:
-    """Run Python with ``command`` in a process group, and end the group; its exit status, or None after ``limit``."""
+    """Run Python in a process group, and end the group. Return its exit status, or None after ``limit``."""
     with out.open("w") as said, err.open("w") as complained:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -422,7 +404,6 @@ def execute(command: Sequence[str], limit: float, out: Path, err: Path) -> int |
 
 
 def sentence(check: Check, result: Result, said: str, complained: str, status: int | None) -> str:
-    """The finding of a check in one line, or the reason of its failure."""
     if status is None:
         return f"still running after {result.limit_s:.0f} s, at last: {last_line(complained, {})}"
     if status:
@@ -430,19 +411,19 @@ def sentence(check: Check, result: Result, said: str, complained: str, status: i
         return f"{ended}: {reason(complained if complained.strip() else said)}"
     try:
         return check.tell(said, result.figures)
-    except Exception as error:  # the checks that follow are worth more than this line
+    except Exception as error:  # the other checks must go on
         return f"ok, but what it found can't be told: {error!r}"
 
 
 def reason(complained: str) -> str:
-    """The line that explains a failed check: the first error in its output, because later errors follow from it."""
+    """Return the first error, because later errors follow from it."""
     found = (re.findall(pattern, complained, re.MULTILINE) for pattern in REASONS)
     return next((lines[0] for lines in found if lines), last_line(complained, {}))
 
 
 @functools.cache
 def digest() -> str:
-    """Short hash of the project's code and of the benchmarks. Results are kept with it."""
+    """Return a short hash of the project's code and of the benchmarks, which results are kept with."""
     found = hashlib.blake2b(digest_size=4)
     for path in sorted([*(ROOT / "colograd").rglob("*.py"), *HERE.glob("*.py")]):
         found.update(path.read_bytes())
@@ -450,7 +431,7 @@ def digest() -> str:
 
 
 def recorded(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
-    """Results of earlier calls by name, without results of other machines, models, versions or sizes."""
+    """Return earlier results by name, without those of other machines, models, versions or sizes."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads(path.read_text())
         if found["settings"] == json.loads(json.dumps(settings)):
@@ -459,21 +440,21 @@ def recorded(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
 
 
 def read(figures: Path) -> dict[str, Any]:
-    """Read a check's figures. Empty if there are none, or if the check was killed while it wrote them."""
+    """Read a check's figures. A killed check may have left none."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(figures.read_text())  # type: ignore[no-any-return]
     return {}
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Kill a check and its process group, because its workers may hold GPU memory that the next check needs."""
+    """Kill a check and its workers, because they may hold GPU memory."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def environment() -> dict[str, str]:
-    """Environment of a check: one rank, this checkout's package, and no network."""
+    """Return the environment of a check: one rank, this checkout's package, and no network."""
     from colograd.runtime.process import RANK_VARIABLES
 
     kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
@@ -507,7 +488,6 @@ def look() -> dict[str, Any]:
 
 
 def unfit(device: str, machine: Mapping[str, Any]) -> str:
-    """Why this machine isn't suitable for a ``device``. Empty if it is suitable."""
     if device == "cuda" and not machine["cuda"]:
         return machine["why"] or "torch sees no GPU here: --device cpu (make gpu-check ARGS=...) tries the check itself"
     if device == "cpu" and machine["cuda"]:
@@ -516,7 +496,7 @@ def unfit(device: str, machine: Mapping[str, Any]) -> str:
 
 
 def model_for(options: argparse.Namespace) -> str:
-    """Folder of the named model, of the quickstart's model, or of a new random model."""
+    """Return the folder of the named model, of the quickstart's model, or of a new random model."""
     if options.model or (options.device == "cuda" and MODEL.is_dir()):
         return str(Path(options.model or MODEL).resolve())
     folder = options.out.resolve() / ("random-smollm2" if options.device == "cuda" else "tiny")
@@ -528,10 +508,9 @@ def model_for(options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks and write the results. Return the exit status."""
     options = parse(argv)
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the check that runs, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running check
     machine = look()
     if why := unfit(options.device, machine):
         print(f"gpu_check: {why}", file=sys.stderr)
@@ -552,7 +531,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [check for check in known if check.name.startswith(begin) or check in others]
 
     def told(results: list[Result], new: Result) -> None:
-        """Write the results until now, so that they survive the end of this process."""
+        """Write the results, so that they survive the end of this process."""
         print(new.line(), flush=True)
         found = {"settings": settings, "seconds": time.monotonic() - started, "checks": [vars(r) for r in results]}
         aside = out / f"{RESULTS}.partial"

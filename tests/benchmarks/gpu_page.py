@@ -11,11 +11,7 @@ UNKNOWN = "-"
 
 
 def page(settings: Mapping[str, Any], results: Sequence[Any]) -> str:
-    """The section: all checks, the training path with and without its options, and the benchmarks' tables.
-
-    Args:
-        results: `gpu_check.Result`s.
-    """
+    """Return the section. ``results`` are `gpu_check.Result`s."""
     versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
     head = (
         f"{settings['model']}, {versions}. A step has {settings['prompts']} prompts of {settings['prompt']} tokens x "
@@ -44,12 +40,12 @@ def _checks(results: Sequence[Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text of one table cell. Bars are replaced, because a bar would end the cell."""
+    """Replace bars, because a bar would end the table's cell."""
     return " ".join(text.split()).replace("|", "/")[:300]
 
 
 def _training(results: Sequence[Any]) -> list[str]:
-    """Table rows of the training path's runs: measured memory next to planned memory."""
+    """Return rows with measured memory next to planned memory."""
     runs = [(result.name.removeprefix("path, "), result.figures) for result in results if "flops" in result.figures]
     if not runs:
         return []

@@ -40,13 +40,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def rows_per_microbatch(completions: int, length: int, tokens: int) -> int:
-    """Rows per micro-batch: the largest divisor of ``completions`` with which the rows have at most ``tokens``."""
+    """Return the largest divisor of ``completions`` whose rows have at most ``tokens`` tokens."""
     fitting = [n for n in range(1, completions + 1) if completions % n == 0 and n * length <= tokens]
     return max(fitting, default=1)
 
 
 def compare(cell: tuple[int, int, int], options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """One cell (G, prompt tokens, new tokens): the figures that side_by_side.py wrote."""
+    """Return the figures of side_by_side.py for a cell (G, prompt tokens, new tokens)."""
     generations, prompt, new = cell
     rows = rows_per_microbatch(generations * options.prompts_per_step, prompt + new, options.tokens_per_microbatch)
     given = {
@@ -67,7 +67,6 @@ def compare(cell: tuple[int, int, int], options: argparse.Namespace, out: Path) 
 
 
 def report(cells: Sequence[dict[str, Any]], table: Any) -> str:
-    """The ratios of each cell as Markdown."""
     rows = []
     for cell in cells:
         settings, ratio, ours = cell["settings"], cell["ratio"], cell["trainers"]["colograd"]
@@ -83,7 +82,6 @@ def report(cells: Sequence[dict[str, Any]], table: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     from figures import machine, table, write
@@ -93,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         grid = itertools.product(options.num_generations, options.prompt_tokens, options.completion_tokens)
         for index, cell in enumerate(grid):
             cells.append(compare(cell, options, Path(folder) / f"{index}.json"))
-            write(options.out, {"cells": cells})  # what is measured isn't lost if a later cell fails
+            write(options.out, {"cells": cells})  # a later cell may fail
     print(f"{Path(options.model).name}, {options.dtype}, {machine()}, {options.prompts_per_step} prompts a step\n")
     print(report(cells, table))
     low = [c["settings"] for c in cells if min(c["ratio"].values()) < 1]

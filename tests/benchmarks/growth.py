@@ -27,13 +27,13 @@ FACTORS = {"tokens": (1, 4, 16), "prompts": (1, 4), "completions": (0.5, 1, 2, 4
 
 
 def cases(options: argparse.Namespace) -> list[dict[str, int]]:
-    """Sizes of the steps. The first step is the smallest, then one size grows at a time."""
+    """Return sizes of steps. One size at a time grows from the smallest step."""
     base = {name: getattr(options, name) for name in FACTORS}
     return [base | {name: round(factor * base[name])} for name, factors in FACTORS.items() for factor in factors]
 
 
 def host_step(sizes: dict[str, int]) -> dict[str, Any]:
-    """One step on the host. ``forwards`` are micro-batches of at most `scale.BUDGET` tokens."""
+    """Run one step on the host. ``forwards`` are micro-batches of at most `scale.BUDGET` tokens."""
     options = argparse.Namespace(**sizes, ranks=1, log=True, out=None)
     found = scale.run(options, sizes["prompts"])
     cpu = found["total"][1]
@@ -47,7 +47,7 @@ def host_step(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def moves(ranks: int, groups: int, seed: int = 0) -> dict[str, Any]:
-    """Plan one step on ``ranks`` ranks: milliseconds, and the most groups that a rank sends and receives."""
+    """Plan a step on ``ranks`` ranks. Return milliseconds, and the most groups that a rank sends and receives."""
     draw = random.Random(seed)
     costs = [[draw.lognormvariate(0.0, 0.6) for _ in range(groups)] for _ in range(ranks)]
     before = time.process_time()

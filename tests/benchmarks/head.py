@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(path: Path) -> ModuleType:
-    """Load a different version of the module into this checkout's package."""
+    """Load another version of the module into this checkout's package."""
     spec = importlib.util.spec_from_file_location("colograd.policy.other_head", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -58,7 +58,7 @@ def load(path: Path) -> ModuleType:
 
 
 def make(module: Any, options: argparse.Namespace, backward: bool) -> Run:
-    """Return one version's pass over inputs that are the same for all versions."""
+    """Return one version's pass over inputs that all versions share."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, generator = getattr(torch, options.dtype), torch.Generator().manual_seed(0)
     sizes = {"hidden": (options.labels, options.hidden), "weight": (options.vocabulary, options.hidden)}
@@ -79,7 +79,7 @@ def make(module: Any, options: argparse.Namespace, backward: bool) -> Run:
 
 
 def clock() -> float:
-    """Return milliseconds."""
+    """Milliseconds."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return 1e3 * time.perf_counter()
@@ -87,7 +87,7 @@ def clock() -> float:
 
 
 def measured(ways: dict[str, Run], trials: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of each way, and the largest difference of each result from the first way's."""
+    """Return the median milliseconds of each way, and the largest differences from the first way's results."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     results: dict[str, torch.Tensor] = {}
     differences: dict[str, float] = {}
@@ -103,8 +103,6 @@ def measured(ways: dict[str, Run], trials: int) -> tuple[dict[str, float], dict[
 
 
 def in_torch(run: Run) -> Run:
-    """Run a pass without the kernels."""
-
     def other() -> dict[str, torch.Tensor]:
         with mock.patch.object(policy_head, "kernels_for", lambda *_: None):
             return run()

@@ -57,7 +57,7 @@ def make_model(options: argparse.Namespace) -> Any:
 
 
 def make_group(options: argparse.Namespace) -> ScoredGroup:
-    """Make a group whose completions have between half of the longest length and the longest length."""
+    """Make completions of between half of the longest length and the longest length."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> array[int]:
@@ -73,7 +73,7 @@ def make_group(options: argparse.Namespace) -> ScoredGroup:
 
 
 def step(model: Any, rows: Sequence[MicroBatch]) -> tuple[float, float]:
-    """Seconds of forward and backward of all rows, and the loss."""
+    """Return the seconds of forward and backward of all rows, and the loss."""
     model.zero_grad()
     total, began = 0.0, time.perf_counter()
     for row in rows:

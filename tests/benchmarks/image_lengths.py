@@ -29,7 +29,7 @@ from colograd.extensions.images.data import ImageReader
 
 PROMPT = [{"role": "user", "content": "what is it?"}]
 ARGUMENTS = {"add_generation_prompt": True}
-TILE, TILES = 512, {"13 tiles": 2048, "one tile": 512}  # the longest edge that an image is scaled to
+TILE, TILES = 512, {"13 tiles": 2048, "one tile": 512}  # longest edge of a scaled image
 SIZES = [(640, 480), (1600, 1200)]
 
 
@@ -71,7 +71,7 @@ def jpeg(width: int, height: int) -> bytes:
 
 
 def milliseconds(times: int, *calls: Callable[[], Any]) -> list[float]:
-    """Mean processor milliseconds of each call over ``times`` repetitions."""
+    """Return the mean processor milliseconds of each call."""
     taken = [0.0 for _ in calls]
     for _ in range(times):
         for index, call in enumerate(calls):

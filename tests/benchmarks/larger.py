@@ -31,7 +31,7 @@ from colograd.runtime import process
 
 HIDDEN, INNER, HEADS = 1024, 4096, 16
 GIB = 2**30
-RANK = "COLOGRAD_LARGER_RANK"  # set where this file is a rank of a run: the limit in GiB, and its folder
+RANK = "COLOGRAD_LARGER_RANK"  # for ranks of a run: the limit in GiB, and the folder
 
 
 ON_HOST = {"offload_optimizer": "stream", "offload_gradients": True, "gradient_checkpointing": "offload"}
@@ -39,8 +39,6 @@ ON_HOST = {"offload_optimizer": "stream", "offload_gradients": True, "gradient_c
 
 @dataclass(frozen=True)
 class Contest:
-    """One run."""
-
     name: str
     ranks: int
     settings: dict[str, Any]
@@ -95,7 +93,6 @@ def reward_by_length(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Save a random model and return its number of parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,7 +134,7 @@ def settings_of(contest: Contest, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def start(contest: Contest, model: Path, folder: Path, limit: float) -> dict[str, Any]:
-    """Run it to its end and return its ranks' reports."""
+    """Run to the end, and return the ranks' reports."""
     folder.mkdir()
     (folder / "settings.json").write_text(json.dumps(settings_of(contest, model, folder)))
     environment = os.environ | {
@@ -155,7 +152,7 @@ def start(contest: Contest, model: Path, folder: Path, limit: float) -> dict[str
 
 
 def last_error(log: str) -> str:
-    """The last line that names an error, except torchrun's own errors."""
+    """Return the last line that names an error, except torchrun's own."""
     lines = [line.strip() for line in log.splitlines() if "Error: " in line and "ChildFailedError" not in line]
     return lines[-1].split("]: ")[-1][:160] if lines else log[-160:]
 

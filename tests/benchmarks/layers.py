@@ -65,7 +65,7 @@ def make_row(options: argparse.Namespace, seed: int, vocabulary: int, device: to
 
 
 def train(model: Any, row: MicroBatch) -> tuple[float, float, float]:
-    """Wall and processor seconds of a forward and backward, and the mean log-probability."""
+    """Return wall and processor seconds of a forward and backward, and the mean log-probability."""
     model.zero_grad()
     if row.input_ids.is_cuda:
         torch.cuda.synchronize()
@@ -79,7 +79,6 @@ def train(model: Any, row: MicroBatch) -> tuple[float, float, float]:
 
 
 def compare(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """Time both variants in one dtype."""
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +119,6 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     results = [compare(options, dtype) for dtype in options.dtypes]

@@ -32,7 +32,7 @@ PLAIN = {"scale": 1.0, "softcap": 0.0}
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A language-model head's inputs: hidden states (N, H), weight (V, H), labels (N,)."""
+    """Inputs: hidden states (N, H), weight (V, H), labels (N,)."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -76,11 +76,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(variant: str, labels: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one forward and backward in this process. Returns seconds, and bytes beyond inputs and head gradient."""
+    """Run one forward and backward. Return seconds, and bytes beyond inputs and head gradient."""
     if variant == "tiles" and not torch.cuda.is_available():
-        process.keep_freed_memory()  # as in a run on a CPU; all logits at once need less without it
+        process.keep_freed_memory()  # as in a run on a CPU
     dtype, run, memory = getattr(torch, options.dtype), VARIANTS[variant], PeakMemory()
-    run(Head.random(16, 64, options.hidden, dtype)).sum().backward()  # the libraries' own memory isn't ours
+    run(Head.random(16, 64, options.hidden, dtype)).sum().backward()  # so that libraries' memory doesn't count
     head = Head.random(labels, options.vocabulary, options.hidden, dtype)
     memory.reset()
     before, started = memory.now(), time.perf_counter()
@@ -98,7 +98,6 @@ def measure(variant: str, labels: int, options: argparse.Namespace) -> dict[str,
 
 
 def measure_apart(variant: str, labels: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run `measure` in a new process."""
     command = [sys.executable, __file__, "--variant", variant, "--labels", str(labels), "--dtype", options.dtype]
     command += ["--vocabulary", str(options.vocabulary), "--hidden", str(options.hidden)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -106,7 +105,7 @@ def measure_apart(variant: str, labels: int, options: argparse.Namespace) -> dic
 
 
 def full_figures(options: argparse.Namespace) -> dict[str, Any]:
-    """Memory of all logits at once: measured, or extrapolated from two smaller measurements."""
+    """Return the memory of all logits at once, measured, or extrapolated from two smaller measurements."""
     most = min(options.full_labels, options.labels)
     large = measure_apart("full", most, options)
     if most == options.labels:
@@ -132,7 +131,6 @@ def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.prepare_threads()
     if options.variant:

@@ -53,7 +53,7 @@ COLLECTIVES = ((dist, "all_reduce"), (dist, "broadcast"), (zero, "reduce_scatter
 
 
 class Counted:
-    """Calls of collectives, and the bytes of the larger of their tensors: within an engine, and between engines."""
+    """Counts calls of collectives, and the bytes of their larger tensors: within an engine, and between engines."""
 
     def __init__(self, per_engine: int) -> None:
         self.per_engine = per_engine
@@ -91,7 +91,7 @@ class Counted:
 
 
 def part_of(name: str, shape: tuple[int, ...], place: int, ranks: int, keys: int) -> Shard:
-    """Shape that vLLM's rank at ``place`` has of a parameter. (The vocabulary is a multiple of 64 times 8 here.)"""
+    """Return the shape that vLLM's rank at ``place`` has of a parameter. The vocabulary must be a multiple of 512."""
     layer = name.split(".")[-2]
     if layer in ("o_proj", "down_proj"):
         own = shape[1] // ranks
@@ -104,7 +104,7 @@ def part_of(name: str, shape: tuple[int, ...], place: int, ranks: int, keys: int
 
 
 def one_step(way: str, options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Bytes and calls that the first of ``ranks`` exchanges in one step."""
+    """Return the bytes and calls that the first of ``ranks`` exchanges in one step."""
     hidden, inner, layers, heads, keys = MODELS[options.model]
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
@@ -139,7 +139,7 @@ def one_step(way: str, options: argparse.Namespace, ranks: int) -> dict[str, Any
                 strategy.sum_gradients()
         with counted.counting():
             strategy._counted = set()
-            strategy.sum_of_squares()  # for the norm, a number
+            strategy.sum_of_squares()  # exchanges a number for the norm
             with FakeTensorMode(allow_non_fake_inputs=True):
                 strategy.gather_weights()
         own = sum(p.numel() for p in model.parameters())

@@ -19,7 +19,7 @@ from typing import Any
 
 from colograd.runtime import process
 
-process.prepare_threads()  # OpenMP reads how to wait when torch is imported
+process.prepare_threads()  # before torch is imported
 
 import torch  # noqa: E402
 from figures import GB, PeakMemory, machine, table, write  # noqa: E402
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """Parameter shapes from the options: those of a model (shared parameters once), or the given ones."""
+    """Return parameter shapes: a model's, with shared parameters once, or those of the options."""
     if options.shapes:
         return [tuple(int(size) for size in text.split("x")) for text in options.shapes]
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,8 +63,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 
 def contestants(shapes: Sequence[Shape]) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers. Two of a kind share parameters, and state where they
-    can; all share the gradients, to save memory."""
+    """Return the optimizers. They share gradients, and where they can parameters and state."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     gradients = [torch.randn(shape, device=device) for shape in shapes]
@@ -86,7 +85,6 @@ def contestants(shapes: Sequence[Shape]) -> dict[str, torch.optim.Optimizer]:
 
 
 def step(optimizer: torch.optim.Optimizer) -> float:
-    """Seconds of one step."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -97,16 +95,16 @@ def step(optimizer: torch.optim.Optimizer) -> float:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state, without the step count of each tensor."""
+    """Return the bytes of the optimizer's state, without step counts."""
     return sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
 
 
 def measure(optimizers: dict[str, torch.optim.Optimizer], steps: int) -> dict[str, dict[str, Any]]:
-    """Time all optimizers in turns, ``steps`` times. Peak memory counts only bytes that the steps add."""
+    """Time all optimizers in turns. Peak memory counts only bytes that the steps add."""
     memory = PeakMemory()
     found: dict[str, dict[str, Any]] = {name: {"steps": [], "beyond_bytes": 0} for name in optimizers}
     for optimizer in optimizers.values():
-        step(optimizer)  # compiles, and makes the state
+        step(optimizer)  # compiles, and makes the optimizer's state
     for _ in range(steps - 1):
         for name, optimizer in optimizers.items():
             memory.reset()
@@ -121,7 +119,7 @@ def measure(optimizers: dict[str, torch.optim.Optimizer], steps: int) -> dict[st
 
 
 def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each adamw_split over the faster of torch's."""
+    """Return seconds of each adamw_split over the faster of torch's."""
     fastest = min(found[name]["step_s"] for name in ("foreach", "fused"))
     return {name: found[name]["step_s"] / fastest for name in ("split", "compiled") if name in found}
 
@@ -148,7 +146,6 @@ def report(found: dict[str, dict[str, Any]], shapes: Sequence[Shape]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     shapes = shapes_of(options)
     found = measure(contestants(shapes), options.steps)

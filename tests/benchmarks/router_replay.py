@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_model(folder: Path, options: argparse.Namespace) -> Path:
-    """Random weights that make each token's distribution, and its experts, depend on its context."""
+    """Random weights make each token's distribution, and its experts, depend on its context."""
     tokenizer = tiny.make_tokenizer()
     torch.manual_seed(0)
     model = hf.Qwen3MoeForCausalLM(
@@ -75,7 +75,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def rows_of(trainer: GRPOTrainer) -> tuple[MicroBatch, ...]:
-    """Sample the first prompts with the engine and pack the groups into rows."""
+    """Sample the first prompts, and pack the groups into rows."""
     prompts = trainer.train_prompts.prompts()
     groups = trainer.engine.generate(prompts, Sampling.for_training(trainer.args), version=0, seed=0)
     scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
@@ -84,7 +84,8 @@ def rows_of(trainer: GRPOTrainer) -> tuple[MicroBatch, ...]:
 
 @torch.no_grad()
 def asked(model: Any, row: MicroBatch, replay: bool) -> tuple[torch.Tensor, float, float]:
-    """(N,) trainer's less sampler's log-probabilities; number of experts chosen otherwise; number of choices."""
+    """Return the trainer's less the sampler's log-probabilities (N,), the number of different expert choices, and of
+    all."""
     own: list[torch.Tensor] = []
     hooks = [
         router.register_forward_hook(lambda _, args, output: own.append(output[2])) for router in routers_of(model)
@@ -105,7 +106,6 @@ def asked(model: Any, row: MicroBatch, replay: bool) -> tuple[torch.Tensor, floa
 
 
 def measure(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Compare one engine's samples with the trainer, with and without replay."""
     args = tiny.config(
         folder / dtype, model_init_kwargs={"dtype": dtype}, router_replay=True, prompts_per_step=options.prompts,
         max_completion_length=options.completion_tokens,

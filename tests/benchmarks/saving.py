@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from colograd.runtime import process
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "grpo_smollm2_cpu.yaml"
-WARM = 2  # steps that aren't counted: what is compiled, and pages that are touched for the first time
+WARM = 2  # uncounted first steps
 
 
 def main() -> None:
@@ -45,7 +45,6 @@ def main() -> None:
 
 
 def measure(folder: Path, steps: int, now: bool) -> None:
-    """Train and print the figures."""
     process.prepare_ranks()
     from transformers import TrainerCallback
 
@@ -74,9 +73,9 @@ def measure(folder: Path, steps: int, now: bool) -> None:
                 yield dataclasses.replace(group, position=given[group.position].position)
 
     class InTurn(TrainerCallback):
-        """A callback that requests a checkpoint after every second step."""
+        """Callback that requests a checkpoint after every second step."""
 
-        ends: list[tuple[float, float]]  # of steps, by the clock and in processor seconds of all threads
+        ends: list[tuple[float, float]]  # wall-clock and processor seconds at each step's end
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.ends.append((time.perf_counter(), time.process_time()))
@@ -114,7 +113,7 @@ def compare(name: str, ends: Sequence[float], steps: int) -> None:
     begins = WARM + 1  # number of the first counted step
     saving = [
         length for number, length in enumerate(counted, begins) if number % 2 == 0
-    ]  # a checkpoint began before it
+    ]  # steps that a checkpoint precedes
     without = [length for number, length in enumerate(counted, begins) if number % 2 == 1]
     print(f"{name}, with   ", " ".join(f"{length:.2f}" for length in saving))
     print(f"{name}, without", " ".join(f"{length:.2f}" for length in without))

@@ -29,7 +29,7 @@ from colograd.runtime import process
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-RANK = "COLOGRAD_SCALE_RANK"  # set where this file is a rank: the options as JSON
+RANK = "COLOGRAD_SCALE_RANK"  # for ranks: the options as JSON
 PROMPT_TOKENS = 200
 BUDGET = 16384  # tokens of a micro-batch
 
@@ -50,13 +50,13 @@ class Stages:
 
 
 def made_up_outputs(options: argparse.Namespace, position: int) -> Any:
-    """A finished request in vLLM's output types, as `Engine.advance` gets it."""
+    """Return a finished request in vLLM's output types."""
     import numpy as np
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
     draw = np.random.default_rng(position)
-    lengths = draw.integers(options.tokens // 2, options.tokens + 1, options.completions)  # a quarter less on average
+    lengths = draw.integers(options.tokens // 2, options.tokens + 1, options.completions)
     outputs = []
     for index, length in enumerate(lengths.tolist()):
         ids = draw.integers(100, 40000, length).tolist()
@@ -69,7 +69,7 @@ def made_up_outputs(options: argparse.Namespace, position: int) -> Any:
 
 
 def odd_length(completions: list[str], **_: Any) -> list[float]:
-    """A reward function that reads each text and whose values differ within a group."""
+    """A reward function that reads each text."""
     return [float(len(text) % 2) for text in completions]
 
 
@@ -86,7 +86,7 @@ def be_rank(options: argparse.Namespace) -> None:
     from colograd.parallel.ranks import gather, rank
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    made_up_outputs(options, 0)  # vLLM is imported
+    made_up_outputs(options, 0)  # imports vLLM
     options.prompts //= options.ranks
     found = one_step(options, rank() * options.prompts, tokenizer)
     of_ranks = gather(found)
@@ -172,7 +172,6 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
 
 
 def run(options: argparse.Namespace, prompts: int) -> dict[str, Any]:
-    """Run one step in new processes."""
     with tempfile.TemporaryDirectory() as folder:
         given = vars(options) | {"prompts": prompts, "report": str(Path(folder) / "report.json"), "out": None}
         environment = os.environ | {RANK: json.dumps(given), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -40,7 +40,7 @@ from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # n
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 SHAPE = (64, 64, 4)  # tokens of a prompt and of a completion, and completions per group
-# Of a bfloat16 policy under adamw_split, per parameter on N ranks, without buckets: gradients, optimizer state.
+# bytes per parameter on N ranks without buckets: gradients, optimizer state
 EXPECTED = {"none": (4.0, 10.0, 1, 1), "optimizer": (4.0, 10.0, 1, None), "gradients": (4.0, 10.0, None, None)}
 
 
@@ -64,7 +64,7 @@ class Contestant:
             parameter.register_post_accumulate_grad_hook(lambda _: self._look())
 
     def _look(self) -> None:
-        """Add up the backward's gradients, gradients in flight to other ranks, and this rank's part of the sums."""
+        """Add up the gradients, those in flight to other ranks, and this rank's part of the sums."""
         alive = [p.grad for p in self.parameters if p.grad is not None]
         alive += [bucket.sum for bucket in getattr(self.way, "buckets", ()) if bucket.sum is not None]
         alive += [tensor for one in getattr(self.way, "_under_way", ()) for tensor in one[1:3]]
@@ -84,7 +84,7 @@ class Contestant:
         self.steps.append(seen | {"processor_s": time.process_time() - processor} | self.way.traffic.take())
 
     def figures(self) -> dict[str, Any]:
-        """Bytes per parameter of the rank with the most, and medians of this rank's steps after the first."""
+        """Return bytes per parameter of the rank with the most, and medians of this rank's steps after the first."""
         count = sum(p.numel() for p in self.parameters)
         state = [v.nbytes for values in self.optimizer.state.values() for v in values.values() if v.dim()]
         held = {
@@ -102,7 +102,7 @@ class Contestant:
 
 
 def expected(figures: dict[str, Any]) -> tuple[float, float]:
-    """Expected bytes per parameter of gradients and state, without buckets."""
+    """Return the expected bytes per parameter of gradients and state, without buckets."""
     gradients, state, of_gradients, of_state = EXPECTED[figures["way"]]
     return gradients / (of_gradients or world_size()), state / (of_state or world_size())
 

@@ -82,12 +82,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_prompts(tokenizer: Any, tokens: int, count: int, seed: int) -> list[Any]:
-    """``count`` different prompts of exactly ``tokens`` tokens: conversations, or plain text where the chat template
-    leaves no room for a question.
-
-    Raises:
-        ValueError: the tokenizer's words don't add up to that number.
-    """
+    """Make ``count`` different prompts of exactly ``tokens`` tokens: conversations, or plain text if the template
+    leaves no room."""
     encoders: list[Callable[[str], tuple[Any, list[int]]]] = [lambda text: (text, tokenizer(text).input_ids)]
     if getattr(tokenizer, "chat_template", None):
         encoders.insert(0, lambda text: _conversation(tokenizer, text))
@@ -105,7 +101,7 @@ def _conversation(tokenizer: Any, text: str) -> tuple[Any, list[int]]:
 
 
 def _fit(encode: Callable[[str], tuple[Any, list[int]]], tokens: int, generator: random.Random) -> Any | None:
-    """A prompt of exactly ``tokens`` tokens, or None: a question behind as many words as it takes."""
+    """Return a prompt of exactly ``tokens`` tokens, a question behind words, or None."""
     for _ in range(20):
         question = f"What is {generator.randrange(1, 10)} + {generator.randrange(1, 10)}? Give only the number."
         for ending in (question, question[8:], question[-8:], "Go."):
@@ -113,7 +109,7 @@ def _fit(encode: Callable[[str], tuple[Any, list[int]]], tokens: int, generator:
             prompt, ids = encode(ending)
             most = max(len(encode(f"{word} {ending}")[1]) - len(ids) for word in WORDS)  # tokens of a word
             while len(ids) < tokens and len(words) <= 2 * tokens:
-                # As many words as surely fit, because one by one a long prompt takes minutes.
+                # Adding words one by one to a long prompt would take minutes.
                 words += generator.choices(WORDS, k=max((tokens - len(ids)) // most, 1))
                 prompt, ids = encode(" ".join([*words, ending]))
             if len(ids) == tokens:
@@ -122,7 +118,7 @@ def _fit(encode: Callable[[str], tuple[Any, list[int]]], tokens: int, generator:
 
 
 def convert(model: str, dtype: str, folder: Path) -> Any:
-    """Save the model in the compared dtype. Returns its tokenizer."""
+    """Save the model in the compared dtype, and return its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,7 +130,7 @@ def convert(model: str, dtype: str, folder: Path) -> Any:
 
 
 def kv_bytes(folder: Path, options: argparse.Namespace) -> int:
-    """Room for every sequence of a step at full length, and one more, in blocks of at most 128 tokens."""
+    """Return room for every sequence of a step at full length, and one more, in blocks of at most 128 tokens."""
     from transformers import AutoConfig
 
     model = AutoConfig.from_pretrained(folder).get_text_config()
@@ -146,7 +142,7 @@ def kv_bytes(folder: Path, options: argparse.Namespace) -> int:
 
 
 def make_jobs(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Make the processes' jobs in their order. The trainers take turns."""
+    """Return the jobs in their order. The trainers take turns."""
     tokenizer = convert(options.model, options.dtype, folder / "model")
     per_step, steps = options.prompts_per_step, options.steps + 1
     prompts = make_prompts(tokenizer, options.prompt_tokens, per_step * steps, options.seed)
@@ -172,7 +168,6 @@ def _job_class() -> type:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """One process."""
     description = Path(job["out"]).with_suffix(".job.json")
     description.write_text(json.dumps(job))
     print(f"side_by_side: {Path(job['folder']).name}", file=sys.stderr, flush=True)
@@ -184,7 +179,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the counted steps of all trials of one trainer."""
+    """Return medians over the counted steps of one trainer's trials."""
     steps = [step for trial in trials for step in trial["steps"]]
     recorded = [step for trial in trials for step in trial["recorded"]]
     names = {"train_recorded_s": "train_s", "cpu_recorded_s": "cpu_s", "tokens_recorded": "tokens_through_model"}
@@ -198,7 +193,7 @@ def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(trainers: dict[str, dict[str, Any]], other: str = "trl") -> dict[str, float]:
-    """Another contestant's figures over colograd's. Above 1 colograd is better."""
+    """Return another contestant's figures over colograd's. Above 1 colograd is better."""
     names = {
         "step": "step_s",
         "train": "train_s",
@@ -212,7 +207,6 @@ def ratios(trainers: dict[str, dict[str, Any]], other: str = "trl") -> dict[str,
 
 
 def report(trainers: dict[str, dict[str, Any]], settings: dict[str, Any]) -> str:
-    """The figures as Markdown."""
     from figures import GB, table
 
     rows = []
@@ -247,7 +241,6 @@ def report(trainers: dict[str, dict[str, Any]], settings: dict[str, Any]) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.prepare_threads()
     process.quiet_logs(verbose=False)

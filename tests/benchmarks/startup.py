@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
 
-# Timed functions by module, with the name of their stage. They are patched in the modules that call them.
+# module that calls a timed function -> function -> stage
 STAGES = {
     "colograd.config": {"parse_arguments": "recipe and command line"},
     "colograd.policy.supported": {"check_supported": "the model's configuration: is it supported?"},
@@ -63,11 +63,11 @@ STAGES = {
 }
 IMPORTS = ("torch", "transformers", "datasets", "accelerate", "peft", "deepspeed", "trl", "vllm")
 OTHER = "everything else"
-ONE = "one-start"  # the first argument of the process that is measured
+ONE = "one-start"  # first argument of the measured process
 
 
 class Clock:
-    """Seconds by stage. Nested stages: only the innermost one counts."""
+    """Seconds by stage. Only the innermost of nested stages counts."""
 
     def __init__(self, begun: float) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -96,7 +96,7 @@ class Clock:
 
 
 class Wrapping(importlib.abc.MetaPathFinder):
-    """An import hook that makes stages of functions when their module is loaded, and ends at the first generation."""
+    """Import hook that times functions as stages, and ends at the first generation."""
 
     def __init__(self, clock: Clock, ends: Callable[..., NoReturn]) -> None:
         self.clock, self.ends = clock, ends
@@ -175,7 +175,7 @@ def start(out: Path, begun: float, arguments: Sequence[str]) -> None:
 
 
 def measure(arguments: Sequence[str], ranks: int) -> dict[str, list[float]]:
-    """Wall and processor seconds by stage, of one start."""
+    """Return wall and processor seconds by stage, of one start."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "stages.json")
@@ -188,7 +188,7 @@ def measure(arguments: Sequence[str], ranks: int) -> dict[str, list[float]]:
 
 
 def measure_refusal() -> list[float]:
-    """Wall and processor seconds until a mixture with noisy routers is refused from its configuration."""
+    """Return wall and processor seconds until a mixture with noisy routers is refused."""
     model = {"model_type": "mixtral", "router_jitter_noise": 0.1}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model))

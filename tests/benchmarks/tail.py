@@ -53,11 +53,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a measured step, on each rank."""
-
     groups: int = 18
     completions: int = 4  # of a group
-    sequences: int = 8  # that an engine decodes at once: a rank's groups are finished one after the other
+    sequences: int = 8  # sequences that an engine decodes at once
     short: int = 24  # tokens of the first rank's completions
     long: int = 96  # ... and of the second's
     budget: int = 512  # tokens of a micro-batch
@@ -67,10 +65,7 @@ class Sizes:
 
 
 def be_rank(options: argparse.Namespace) -> None:
-    """Train with overlap and without it, in turns; rank 0 writes the figures of all steps.
-
-    Both are steps of one run on the same engines and weights: nothing but the overlap is different.
-    """
+    """Train with overlap and without it, in turns, on the same engines and weights. Rank 0 writes the figures."""
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     import tiny
 
@@ -92,7 +87,6 @@ def be_rank(options: argparse.Namespace) -> None:
 
     class InTurns(GRPOTrainer):
         def begin_records(self, evaluation: str = "") -> None:
-            """A round begins."""
             super().begin_records(evaluation)
             self.processor = time.process_time()
             self.round.finished = shared if overlaps(self.state.global_step) else None
@@ -129,7 +123,7 @@ def be_rank(options: argparse.Namespace) -> None:
 
 
 def products_at_once(rank: int, seconds: float = 1.0) -> float:
-    """Matrix products that two ranks compute at once, relative to the first rank running by itself."""
+    """Return the matrix products that two ranks compute at once, relative to one rank alone."""
     import torch
 
     from colograd.parallel.ranks import gather
@@ -150,12 +144,12 @@ def products_at_once(rank: int, seconds: float = 1.0) -> float:
 
 
 def overlaps(step: int) -> bool:
-    """Whether a step is trained with overlap: one of each pair, the first or the second in turns."""
+    """Return whether a step is trained with overlap: the first or the second of each pair, in turns."""
     return step % 4 in (0, 3)
 
 
 def take_turns(ranks: subprocess.Popen[bytes], folder: Path, seconds: float) -> None:
-    """Let the two ranks run in turns, from the end of both engines' build until one rank is done."""
+    """Let the two ranks run in turns, until one rank is done."""
     notes = [folder / f"{rank}.pid" for rank in range(2)]
 
     def present() -> list[int]:
@@ -179,8 +173,7 @@ def take_turns(ranks: subprocess.Popen[bytes], folder: Path, seconds: float) -> 
 
 
 def run_ranks(model: str, options: argparse.Namespace) -> tuple[list[dict[bool, list[dict[str, float]]]], float]:
-    """Return each pair of steps ({overlapped: figures of each rank}), and `products_at_once`. The first pair is left
-    out, because it warms up."""
+    """Return each pair of steps ({overlapped: figures of each rank}) but the first, and `products_at_once`."""
     with tempfile.TemporaryDirectory() as folder:
         port = str(process.free_port())
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, __file__]
@@ -208,12 +201,12 @@ def run_ranks(model: str, options: argparse.Namespace) -> tuple[list[dict[bool, 
 
 
 def trained(of_rank: dict[str, float]) -> float:
-    """Seconds of a rank's training, including the reference's forward for the KL term."""
+    """Return seconds of a rank's training, including the reference's forward."""
     return of_rank["time/train"] + of_rank["time/ref_logprobs"]
 
 
 def predicted(off: Sequence[Sequence[dict[str, float]]], first: int, sizes: Sizes) -> tuple[float, float]:
-    """Seconds of a step without overlap and with it, by the rates of the steps without.
+    """Return the seconds of a step without overlap and with it, by the rates of the steps without.
 
     Args:
         off: these steps' figures, of each rank.
@@ -221,12 +214,12 @@ def predicted(off: Sequence[Sequence[dict[str, float]]], first: int, sizes: Size
     """
     lengths = sizes.lengths(first)
     completed = sum(sum(map(sum, groups)) for groups in lengths)
-    packed = statistics.median(step[0]["train/packed_tokens"] for step in off)  # of all ranks, as every rank counts
+    packed = statistics.median(step[0]["train/packed_tokens"] for step in off)  # sum over all ranks
     prompt = max(0, round((packed - completed) / (2 * sizes.groups)))
     waves = math.ceil(sizes.groups * sizes.completions / sizes.sequences)
     engine_step = statistics.median(step[1]["time/generate"] for step in off) / (waves * sizes.long)
     token = statistics.median(sum(map(trained, step)) / packed for step in off)
-    # Seconds of a step for exchanges, the optimizer and packing, the same with and without overlap.
+    # exchanges, the optimizer and packing
     besides = statistics.median(
         step[0]["step_time"] - max(of_rank["time/generate"] for of_rank in step) - max(map(trained, step))
         for step in off
@@ -274,7 +267,6 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def make_model(folder: Path) -> str:
-    """Make a random model that is small enough for two threads to sample and train a step in seconds."""
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     import tiny
 

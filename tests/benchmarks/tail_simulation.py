@@ -21,41 +21,33 @@ from colograd.parallel.balance import plan
 from colograd.rollout.record_file import TABLE, read_records
 
 PROMPT = 100  # tokens of a simulated prompt
-LIVED_IN = 3  # rounds with `carry_over` after which as many groups come as go
+LIVED_IN = 3  # rounds until as many groups come as go
 
 Lengths = Sequence[Sequence[int]]  # of each group's completions, on one rank
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds."""
-
     engine_step: float
-    sequence: float  # more for each sequence that an engine's step decodes
-    token: float  # of training
+    sequence: float  # further seconds for each sequence of a step
+    token: float  # seconds of training a token
 
     def tokens(self, number: int, running: int) -> float:
-        """Seconds in which each of the ``running`` sequences gets ``number`` more tokens."""
+        """Return seconds in which each of ``running`` sequences gets ``number`` more tokens."""
         return number * (self.engine_step + self.sequence * running)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """State of an engine's decoding."""
-
-    ended: list[float]  # when each group was finished; infinity: it wasn't
-    left: list[list[int]]  # tokens of each group's completions that are still to come
+    ended: list[float]  # time of each group's end, or infinity
+    left: list[list[int]]  # missing tokens of each group's completions
     seconds: float
 
 
 def decode(
     groups: Lengths, sequences: int, rates: Rates, enough: Callable[[set[int]], bool] = lambda _: False
 ) -> Decoded:
-    """Decode so many sequences at once, in their order, to the last one's end.
-
-    Args:
-        enough: whether it stops earlier, when these groups are finished.
-    """
+    """Decode at most ``sequences`` at once, in their order. ``enough`` may stop earlier, given the finished groups."""
     queue = [(index, place) for index, lengths in enumerate(groups) for place, length in enumerate(lengths) if length]
     queue.reverse()
     missing = [sum(map(bool, lengths)) for lengths in groups]
@@ -83,8 +75,6 @@ def decode(
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step."""
-
     seconds: float
     idle: float  # share of the ranks' time that they neither sampled nor trained
 
@@ -92,17 +82,12 @@ class Step:
 def simulate(
     ranks: Sequence[Lengths], sequences: int, budget: int, rates: Rates, overlap: bool, prompt: int = PROMPT
 ) -> Step:
-    """A step of all ranks, each with its groups.
-
-    Args:
-        budget: tokens of a micro-batch.
-        prompt: tokens of each.
-    """
+    """Simulate a step of all ranks. ``budget`` are tokens of a micro-batch, ``prompt`` tokens of each prompt."""
     finished = [decode(groups, sequences, rates).ended for groups in ranks]
     costs = [[prompt + sum(lengths) for lengths in groups] for groups in ranks]
     sampled = [max(of_rank) for of_rank in finished]
     left = [set(range(len(groups))) for groups in ranks]
-    free = sampled[:]  # when each rank has nothing to do
+    free = sampled[:]  # time at which each rank is free
     all_sampled, busy, hungry = max(sampled), sum(sampled), set[int]()
     events = [(at, rank) for rank, at in enumerate(sampled)] if overlap else []
     heapq.heapify(events)
@@ -110,7 +95,7 @@ def simulate(
         now, rank = heapq.heappop(events)
         shares = 0
         if now >= all_sampled:
-            if max(free) <= now:  # nobody is amid a micro-batch
+            if max(free) <= now:  # no rank is busy
                 break
             shares = 1 + max(1, len(hungry))
         tokens = 0
@@ -139,7 +124,7 @@ def simulate(
 
 
 def _trained(ready: float, busy: float, costs: Sequence[Sequence[int]], rates: Rates) -> Step:
-    """Simulate a step's training: from ``ready`` on, ranks balance and train groups of the given token counts."""
+    """Simulate the training of a balanced step from ``ready`` on."""
     loads = [sum(costs[owner][index] for owner, index in row) * rates.token for row in plan(costs)]
     seconds = ready + max(loads)
     return Step(seconds, 1 - (busy + sum(loads)) / (seconds * len(costs)))
@@ -152,16 +137,16 @@ def _trained(ready: float, busy: float, costs: Sequence[Sequence[int]], rates: R
 class _InFlight:
     lengths: Sequence[int]
     left: Sequence[int]
-    age: int = 0  # rounds over which it was carried
+    age: int = 0  # number of rounds
 
 
 def simulate_carried(
     rounds: Sequence[Sequence[Lengths]], sequences: int, rates: Rates, share: float, most_age: int = 2
 ) -> list[Step]:
-    """Steps with `carry_over`, the first ones left out.
+    """Simulate steps with `carry_over`, without the first ones.
 
     Args:
-        rounds: of each, the lengths of as many groups as a round takes, on each rank.
+        rounds: lengths of the groups of each round, on each rank.
         share: share of the groups sampled at once that a round takes.
     """
     takes = len(rounds[0][0])
@@ -183,12 +168,12 @@ def simulate_carried(
 def _round(
     groups: Sequence[_InFlight], takes: int, sequences: int, rates: Rates, most_age: int
 ) -> tuple[float, list[int], list[_InFlight]]:
-    """Simulate a rank's round: its seconds, the tokens of the groups that it takes, and the groups still in flight."""
+    """Simulate a rank's round. Return its seconds, the tokens of its groups, and the groups in flight."""
     must = {index for index, group in enumerate(groups) if group.age >= most_age}
     decoded = decode(
         [group.left for group in groups], sequences, rates, lambda ended: len(ended) >= takes and must <= ended
     )
-    # Prompts and tokens so far are read again: a forward, which is a third of training.
+    # A forward, a third of training, reads the prompts and tokens again.
     again = sum(
         PROMPT + whole - left
         for group in groups
@@ -227,7 +212,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Groups of a run that kept its rollout log (`journal: keep`), drawn with replacement."""
+    """Groups of a run that kept its rollout log, drawn with replacement."""
 
     groups: Sequence[Sequence[int]]
 
@@ -255,7 +240,7 @@ def table(
     source: LogNormal | Recorded, many: Sequence[int], groups: int, sequences: int, budget: int, rates: Rates,
     share: float, steps: int,
 ) -> Iterator[str]:  # fmt: skip
-    """Lines: the mean step of so many ranks, without anything, with `overlap` and with `carry_over`."""
+    """Return lines with the mean step: as it is, with `overlap` and with `carry_over`."""
     kinds = ("overlap", "carry_over")
     yield "| ranks | step, s | idle | " + " | ".join(f"{kind}, s | faster | idle" for kind in kinds) + " |"
     yield "|" + " ---: |" * (3 + 3 * len(kinds))

@@ -50,7 +50,7 @@ from colograd.extensions.recording.utilisation import Matrices, Work, peak_of  #
 from colograd.policy import attention, merged_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once  # noqa: E402
 
-# Kinds of a GPU's kernels by their names; the first that matches counts.
+# kinds of kernels by name; the first that matches counts
 KINDS = {
     "attention": r"flash|fmha|attention",  # before the products, because flash kernels name cutlass
     "matrix products": r"gemm|nvjet|cutlass|xmma|splitK|mm$|linear",
@@ -62,9 +62,9 @@ KINDS = {
     "others": r"",
 }
 DIFFERENCE = "sampling/sampling_logp_difference"
-GIVEN_BACK = 0.9  # Least share of the KV cache that a sleep must free.
-EVERYTHING = 2**30  # Tokens of a window that hides nothing. With a window flash attention gathers all keys.
-SHORTEST = 8  # Made-up completions have at least 1/8 of the longest length.
+GIVEN_BACK = 0.9  # least share of the KV cache that a sleep frees
+EVERYTHING = 2**30  # tokens of a window that hides nothing
+SHORTEST = 8  # Completions have at least 1/8 of the longest length.
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -102,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def made_up(
     prompt: Any, version: int, vocabulary: int, size: int, lengths: tuple[int, int], seed: int | None = None
 ) -> Any:
-    """A group as it is recorded: random tokens and rewards, which follow from the prompt's place alone, or a seed.
+    """Return a group as it is recorded, with random tokens and rewards of a seed or of the prompt's place.
 
     Args:
         lengths: the shortest and the longest completion.
@@ -127,7 +127,6 @@ def made_up(
 
 
 def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any, full_length: bool, same_each_step: bool) -> None:
-    """Write a journal with made-up groups for each of the configuration's steps."""
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
     from colograd.training.recorded_settings import settings_of
@@ -154,7 +153,7 @@ class Watch:
         self.sleeps: list[int] = []  # bytes
         self.work = Work()
         self.last = self.sampling_peak = 0.0
-        self.processor = self.processor_s = 0.0  # at the start of the present training, and of the last one
+        self.processor = self.processor_s = 0.0  # at the start of the present and of the last training
         self.copies = False
         self.kernels: list[tuple[str, float, int]] = []  # of the profiled training: name, seconds, calls
 
@@ -170,7 +169,7 @@ class Watch:
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
-        """Record the kernels that a training runs on the GPU, or its operators on a CPU."""
+        """Record the kernels of a training on the GPU, or its operators on a CPU."""
         from torch.profiler import ProfilerActivity, profile
 
         kind = ProfilerActivity.CUDA if self.memory.cuda else ProfilerActivity.CPU
@@ -183,7 +182,6 @@ class Watch:
         self.kernels = sorted((event for event in events if event[1] > 0), key=lambda event: -event[1])
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """An optimizer step has ended."""
         now = time.perf_counter()
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         peaks = {"sampling_peak": self.sampling_peak, "training_peak": self.memory.peak()}
@@ -221,7 +219,7 @@ def make_config(options: argparse.Namespace, folder: str) -> Any:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    if not options.sampled:  # the log-probabilities are made up, too: nothing to correct
+    if not options.sampled:  # made-up log-probabilities need no correction
         settings |= {"vllm_importance_sampling_correction": False, "shuffle_dataset": False, "journal": "keep"}
         settings["reward_workers"] = 0
     return GRPOConfig(**(settings | options.fields))
@@ -304,7 +302,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
 
 
 def planned(trainer: Any) -> dict[str, int]:
-    """Planned bytes of each phase, without other processes' memory and the reserve; and the bytes of both."""
+    """Return planned bytes of each phase without other processes' memory and the reserve, and the bytes of both."""
     from colograd.memory.table import PHASES
 
     plan = trainer.memory_plan
@@ -315,7 +313,7 @@ def planned(trainer: Any) -> dict[str, int]:
 
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Train. Returns the figures, and problems with them as ``faults``."""
+    """Train. Return the figures, with problems as ``faults``."""
     from colograd.policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
 
     started, watch = time.perf_counter(), Watch()
@@ -338,7 +336,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     if options.copied_keys == "turns":
         found["in_turns"] = in_turns(steps, "time/train" if watch.memory.cuda else "processor")
     found |= {"start_s": start_s, "microbatch_tokens": tokens, "every_n_layers": checkpointing, "planned": plan}
-    # The plan is the plan of the run without --copied-keys.
+    # The plan is that without --copied-keys.
     planned_for = [step for step in steps if not step["copies"]] if options.copied_keys == "turns" else steps
     # torch still counts the memory that a sleeping cache has given back.
     slept = plan["kv_bytes"] if asked_to_sleep else 0
@@ -360,7 +358,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: float | None) -> dict[str, Any]:
-    """Medians over the counted steps. None if the device's peak or the model's FLOPs are unknown."""
+    """Return medians over the counted steps. None if the device's peak or the model's FLOPs are unknown."""
     names = sorted({name for step in steps for name in step if name.startswith("time/")})
     seconds = {name.removeprefix("time/"): statistics.median(step.get(name, 0.0) for step in steps) for name in names}
     tokens, trained = sum(step["tokens"] for step in steps), sum(step["time/train"] for step in steps)
@@ -380,8 +378,8 @@ def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: fl
 
 
 def in_turns(steps: Sequence[dict[str, Any]], seconds: str) -> dict[str, float]:
-    """Median ``seconds`` (processor seconds on a CPU) of a step whose attention copies keys, and of one that reads them
-    in place; the median of the pairs' ratio; and the bytes at the peak of both."""
+    """Return median ``seconds`` of steps that copy keys and that read them in place, their ratio, and both peaks'
+    bytes."""
     copied, in_place = ([step for step in steps if step["copies"] == copies] for copies in (True, False))
     ratio = statistics.median(a[seconds] / b[seconds] for a, b in zip(copied, in_place, strict=False))
     found = {"ratio": ratio}
@@ -392,7 +390,6 @@ def in_turns(steps: Sequence[dict[str, Any]], seconds: str) -> dict[str, float]:
 
 
 def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool) -> list[str]:
-    """Problems with the figures, in sentences."""
     said = []
     for name in ("loss", "grad_norm"):
         values = [step[name] for step in steps if name in step]
@@ -406,7 +403,7 @@ def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool)
             f"sampler and trainer differ by {difference['mean']:.2g} nats on average, more than the "
             f"{difference['allowed']:g} allowed"
         )
-    if not on_gpu:  # where all of the process is resident, its libraries and vLLM's threads too
+    if not on_gpu:  # on a CPU the libraries' memory counts, too
         return said
     for phase, peak in found["peak"].items():
         if peak > found["planned"][phase] + found["planned"]["margin"]:
@@ -421,7 +418,7 @@ def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool)
 
 
 def kinds_of(kernels: Sequence[tuple[str, float, int]]) -> list[tuple[str, float, int]]:
-    """Seconds and calls by `KINDS`, the longest first."""
+    """Return seconds and calls by `KINDS`, the longest first."""
     sums = dict.fromkeys(KINDS, (0.0, 0))
     for name, seconds, calls in kernels:
         kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))
@@ -430,7 +427,6 @@ def kinds_of(kernels: Sequence[tuple[str, float, int]]) -> list[tuple[str, float
 
 
 def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
-    """The figures as Markdown."""
     rows = [
         ["step, s", f"{found['step_s']:.3f}"],
         *([f"{name}, s", f"{seconds:.3f}"] for name, seconds in found["seconds"].items()),
@@ -466,7 +462,6 @@ def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     process.prepare_ranks()

@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=1, help="processes of each way (1)")
     parser.add_argument("--eager", action="store_true", help="an engine that isn't compiled: it starts sooner")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # way that a child process measures
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # for child processes
     return parser.parse_args(argv)
 
 
@@ -111,7 +111,6 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def measure_apart(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run `measure` in a new process."""
     command = [sys.executable, __file__, "--way", way, "--model", options.model, "--dtype", options.dtype]
     command += ["--publishes", str(options.publishes), *(["--eager"] if options.eager else [])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -119,13 +118,12 @@ def measure_apart(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the processes of one way."""
     seconds = {name: statistics.median(t["seconds"][name] for t in trials) for name in trials[0]["seconds"]}
     return {**trials[0], "memory_bytes": statistics.median(t["memory_bytes"] for t in trials), "seconds": seconds}
 
 
 def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Ratios: copy over memcpy, TRL's loader over copy; and the copies of the weights that sharing saves."""
+    """Return copy over memcpy, TRL's loader over copy, and the copies that sharing saves."""
     copied, one_copy = found["copied"]["seconds"], found["copied"]["moved_bytes"]
     return {
         "copied_over_memcpy": copied["moving the bytes"] / copied["memcpy"],
@@ -160,7 +158,6 @@ def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.prepare_threads()
     if options.way:

@@ -1,4 +1,4 @@
-"""Agents as users write them, for tests and the scripts they start."""
+"""Agents as users write them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def client(base_url: str, api_key: str) -> Any:
 
 
 def answered(call: Any) -> str:
-    """Return the tool's answer to a call."""
     try:
         arguments = json.loads(call.function.arguments)
         return str(arguments["a"] + arguments["b"])
@@ -45,7 +44,7 @@ def answered(call: Any) -> str:
 
 
 def calculator(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """A plain loop with a tool: at most three turns; the reward is the number of calls."""
+    """A loop with a tool. The reward is the number of calls."""
     asked: list[Any] = [{"role": "user", "content": row["question"]}]
     calls = 0
     with client(base_url, api_key) as openai:
@@ -62,7 +61,7 @@ def calculator(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> 
 
 
 def compacting(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
-    """Asks twice, then again with a shorter context, and leaves the reward to others."""
+    """An agent that shortens the context of its third request."""
     asked: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": row["question"]}]
     with client(base_url, api_key) as openai:
         for question in ("and then?", "so?"):
@@ -73,7 +72,7 @@ def compacting(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> 
 
 
 def trainer(folder: Path) -> Any:
-    """Build a trainer of `calculator`. Its model is made to call the tool in every turn."""
+    """Build a trainer of `calculator` whose model calls the tool in every turn."""
     import tiny
     from datasets import Dataset
 
@@ -101,13 +100,13 @@ def run(
     trainer: Any, agent: Any, prompts: int = 1, size: int = 2, each: Callable[[Group], Any] = id,
     columns: dict[str, Any] | None = None, calls: bool = False, **settings: Any,
 ) -> list[Group]:  # fmt: skip
-    """An agent's sessions with the trainer's engine.
+    """Run an agent's sessions with the trainer's engine.
 
     Args:
-        each: is called with each group when it is whole.
-        columns: further columns of each row, next to its question.
-        calls: the model is made to call `add` in every turn; False: it samples freely.
-        settings: the run's settings of agents that are other than the trainer's.
+        each: function that is called with each complete group.
+        columns: further columns of each row.
+        calls: whether the model calls `add` in every turn.
+        settings: the run's settings of agents that differ from the trainer's.
     """
     from colograd.batch import Prompt
     from colograd.engine.sampling import Sampling

@@ -39,7 +39,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-WINDOW = 5  # shorter than the sequences, so that a window ends inside completions and inside prompts
+WINDOW = 5  # a window ends inside completions and inside prompts
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, head_dim=16, tie_word_embeddings=True)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=False)),
@@ -73,7 +73,7 @@ FAMILIES = {
 
 
 def make_model(family: str) -> Any:
-    """Random weights, larger than the usual 0.02, so that attention isn't nearly uniform."""
+    """Weights are larger than the usual 0.02, so that attention isn't nearly uniform."""
     cls, config = FAMILIES[family]
     torch.manual_seed(0)
     model = cls(copy.deepcopy(config))
@@ -93,7 +93,6 @@ def packed_copy(model: Any, checkpointing: bool = False) -> Any:
 
 
 def make_groups() -> list[ScoredGroup]:
-    """Ragged: prompts of 1 to 12 tokens, completions of 1 to 11."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(length: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ def process_results(doc, results):
 
 
 def write(folder: Path, moods: tuple[str, ...] = ("",) * QUESTIONS) -> Path:
-    """Write the tasks `letters` (completions), `choices` and `words` (log-probabilities), and the group of both."""
+    """Write the tasks `letters` (completions), `choices` and `words` (log-probabilities), and their group."""
     rows = [
         {"question": f"q{number}", "answer": "3", "mood": mood, "choices": ["aa", f" {number}b"], "gold": number % 2}
         for number, mood in enumerate(moods)

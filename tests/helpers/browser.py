@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages: found by its name, driven over its own protocol, without a network."""
+"""A headless Chromium for tests of pages, driven over its own protocol."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SECONDS = 1000.0  # at most, for any answer: something hangs
+SECONDS = 1000.0  # An answer that takes longer hangs.
 
 
 def found() -> str | None:
-    """The browser's path; None where there is none."""
+    """Return the browser's path, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One page in a browser of its own. No name is resolved, and all requests of the page are noted.
-
-    Args:
-        allowed: hosts that may be reached: hosts of a test's own server.
-    """
+    """A page in a browser that can reach only ``allowed`` hosts."""
 
     def __init__(self, allowed: Sequence[str] = ()) -> None:
         from websockets.sync.client import connect
@@ -145,7 +141,6 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 20.0) -> None:
-        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.run(f"Boolean({condition})"):
@@ -154,14 +149,14 @@ class Browser:
         raise AssertionError(f"not within {seconds} s: {condition}; on the console: {self.problems}")
 
     def click(self, selector: str, place: int = 0) -> None:
-        """Click an element as a person does: in its middle, with the mouse."""
+        """Click the middle of an element with the mouse."""
         x, y = self._middle(selector, place)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
     def tap(self, selector: str, place: int = 0) -> None:
-        """Touch an element as a finger does; only where the screen is a phone's."""
+        """Touch an element of a phone's screen."""
         x, y = self._middle(selector, place)
         self._call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         self._call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
@@ -176,13 +171,11 @@ class Browser:
             self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def fill(self, selector: str, text: str) -> None:
-        """Write into a field."""
         told = "for (const kind of ['input', 'change']) e.dispatchEvent(new Event(kind, {bubbles: true}));"
         found = f"document.querySelector({json.dumps(selector)})"
         self.run(f"((e) => {{ e.focus(); e.value = {json.dumps(text)}; {told} }})({found})")
 
     def picture(self, path: Path, whole: bool = False) -> Path:
-        """Save what is shown, or the whole page, as PNG."""
         answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
         return path

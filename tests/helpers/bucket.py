@@ -28,13 +28,13 @@ WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class Bucket(mfusepy.Operations):
-    """Passes calls on to a local folder, but enforces the bucket kind's rules."""
+    """Enforces the rules of a kind of bucket, and passes calls on to a local folder."""
 
     use_ns = True
 
     def __init__(self, kind: str, folder: str) -> None:
         self.kind, self.folder = kind, folder
-        self.ends: dict[int, int] = {}  # bytes written through a descriptor of a new file
+        self.ends: dict[int, int] = {}  # descriptor of a new file -> written bytes
 
     def place(self, path: str) -> str:
         return self.folder + path

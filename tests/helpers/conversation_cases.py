@@ -22,7 +22,7 @@ def rows(size: int = 8) -> Dataset:
 
 
 class EachTurnCalls(ToolFormat):
-    """Reads a call out of whatever a random model writes. How calls are read is tested by itself."""
+    """Reads a call from any text of a random model."""
 
     def __init__(self, tokenizer: Any, name: str = "add") -> None:
         super().__init__(tokenizer, {})

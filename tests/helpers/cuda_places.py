@@ -1,8 +1,8 @@
-"""The places of the package that check the device: `on_cpu`, `.is_cuda`, `device.type`, `torch.cuda` and their like.
+"""The places of the package that check the device: `on_cpu`, `.is_cuda`, `device.type`, `torch.cuda` and similar.
 
-`of_package` finds them in the source, by function. `cuda_places.toml` lists them by the way that runs them. `reached`
-counts the places that ran in this process and got a GPU's answer. It needs the environment `WATCHED`, and this module
-must be imported before the package.
+`of_package` finds the places in the source. `cuda_places.toml` lists them by the way that runs them. `reached` counts
+the places that ran in this process and got a GPU's answer. It needs the environment `WATCHED`, and this module must be
+imported before the package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = Path(__file__)
 WATCHED = {"COLOGRAD_CUDA_PLACES": "watched"}
 PACKAGE = HERE.parents[2] / "colograd"
 WAYS = ("device", "fake", "v2", "arguments", "gpu")
-ANSWERS: dict[str, Callable[[Any], bool]] = {  # whether a value is a GPU's, by the name in the source
+ANSWERS: dict[str, Callable[[Any], bool]] = {  # name in the source -> function: whether a value is a GPU's
     "is_cuda": bool,
     "on_gpu": bool,
     "on_cpu": lambda answer: not answer,
@@ -37,7 +37,7 @@ WORDS = ("is_cuda", "on_cpu", "on_gpu", "device.type", "torch.cuda", "torch.acce
 
 
 def of_package() -> Counter[str]:
-    """Count the places by "FILE FUNCTION"; FUNCTION is empty at the level of the module."""
+    """Count the places by "FILE FUNCTION". FUNCTION is empty at the level of the module."""
     counts: Counter[str] = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
         finder = _Finder(path.relative_to(PACKAGE).as_posix())
@@ -49,7 +49,6 @@ def of_package() -> Counter[str]:
 
 
 def table() -> dict[str, Any]:
-    """Read `cuda_places.toml`, which describes itself."""
     return tomllib.loads(HERE.with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -76,7 +75,7 @@ def _name(node: ast.AST) -> str:
 
 
 class _Finder(ast.NodeTransformer):
-    """Find a module's places, and replace each by a call that reports its answer."""
+    """Finds a module's places, and replaces each by a call that reports its answer."""
 
     def __init__(self, file: str) -> None:
         self.places: list[tuple[str, str]] = []  # "FILE FUNCTION", key of `ANSWERS`

@@ -9,7 +9,7 @@ from typing import Any
 import tiny
 import torch
 
-# Sizes by the names that configurations have for them. A configuration gets the sizes under the names that it knows.
+# A configuration gets the sizes whose names it knows.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 128),
@@ -77,8 +77,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def model_types() -> dict[str, str]:
-    """The architecture's class by model type, where transformers and vLLM have it; a text model's own where there is
-    one of a vision-language model too."""
+    """Return the architecture's class by model type, preferring classes of text models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models import registry
 
@@ -104,14 +103,13 @@ def make_config(model_type: str) -> Any:
 
 
 def build(model_type: str) -> Any:
-    """A model as its class makes it."""
+    """Build a model as its class does."""
     import transformers
 
     return getattr(transformers, model_types()[model_type])(make_config(model_type))
 
 
 def make_model(folder: Path, model_type: str) -> Path:
-    """Save a random model and the tests' tokenizer."""
     torch.manual_seed(0)
     model = build(model_type)
     with torch.no_grad():  # as `tiny.make_model`

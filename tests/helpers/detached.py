@@ -1,4 +1,4 @@
-"""An engine that computes with copies of its own of some parameters."""
+"""An engine that computes with its own copies of some parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colograd.weights.mapping import Slice
 
 @contextlib.contextmanager
 def detached(engine: VLLMEngine, *parts: Slice) -> Iterator[None]:
-    """While it lasts, the engine computes with copies of its own of these parameters, and of no others."""
+    """Context in which the engine computes with its own copies of these parameters only."""
     of_storages: dict[int, list[Slice]] = {}
     for part in parts:
         of_storages.setdefault(part.destination.untyped_storage().data_ptr(), []).append(part)

@@ -14,7 +14,7 @@ import torch
 from paths import SCRIPTS
 
 TWO = {"vllm_tensor_parallel_size": 2}
-# AdamW at its default of 1e-8 turns the rounding of gradients that are nearly 0 into whole steps.
+# AdamW's default of 1e-8 turns the rounding of gradients near 0 into whole steps.
 SETTINGS = {"adam_epsilon": 1e-4}
 # Expected message for each fault of same_rollouts.py: a rank fails within a forward of the second step.
 FAULTS = {
@@ -46,7 +46,7 @@ def check_fault_ends_all(model: Path, folder: Path, fault: str, **changes: Any) 
 
 
 def check_smaller_rows_where_memory_lacks_alike(model: Path, folder: Path, **changes: Any) -> None:
-    """Two ranks run out of memory at the same place of a forward, repeat the step, and end as one rank does."""
+    """Check that two ranks that run out of memory repeat the step, and end as one rank does."""
     done = start("same_rollouts.py", 2, model, folder, json.dumps(SETTINGS | changes), "alike")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ran out of memory and is repeated" in done.stdout
@@ -59,7 +59,7 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def check_ends_alike(model: Path, folder: Path, ranks: int) -> None:
-    """Check that all ranks end with the weights of a run on one rank, within 1e-5 of the distance those moved."""
+    """Check that all ranks end within 1e-5 of the distance that one rank's weights moved."""
     from transformers import AutoModelForCausalLM
 
     expected = torch.load(folder / "weights0-of-1.pt")

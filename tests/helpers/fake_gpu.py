@@ -1,7 +1,6 @@
-"""A GPU that isn't there: tensors of device `cuda` that have shapes, dtypes and sizes, but no numbers.
+"""A GPU that isn't there: tensors of device `cuda` have shapes, dtypes and sizes, but no numbers.
 
-torch's `FakeTensorMode` does it. A build of torch without CUDA first asks for a device guard that it doesn't have:
-`run` starts a script before which a library of a few lines (`GUARD`) is loaded, that has one. In the script:
+torch's `FakeTensorMode` makes them. A build of torch without CUDA lacks a device guard, which `GUARD` adds:
 
     with FakeGPU() as gpu:
         with torch.device("cuda"):
@@ -46,20 +45,19 @@ __attribute__((visibility("default"))) bool isAccelerator(c10::DeviceType) { ret
 }
 """
 H100 = SimpleNamespace(name="fake", major=9, minor=0, total_memory=80 * 2**30)
-KERNELS = ("silu_backward",)  # without a kernel for CUDA autograd takes them apart, with temporaries of their own
+KERNELS = ("silu_backward",)  # autograd would otherwise split them, with temporaries
 
 
-# -- for the test: a process that has the guard
+# -- for the test
 
 
 @functools.cache
 def guard() -> Path:
-    """The library with the guard."""
     return native_library.build("fake-gpu", GUARD, "-lc10")
 
 
 def run(script: Path, *arguments: str, patience: float = 600) -> list[dict[str, Any]]:
-    """Run a script with a fake GPU and return the dictionaries that it printed, one per line."""
+    """Run a script with a fake GPU, and return the dictionaries that it printed, one per line."""
     environment = os.environ | {"LD_PRELOAD": str(guard()), "OMP_NUM_THREADS": "1"} | cuda_places.WATCHED
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience)
@@ -72,19 +70,17 @@ def run(script: Path, *arguments: str, patience: float = 600) -> list[dict[str, 
 
 @dataclass
 class Seen:
-    """Operations of one part of a program on the fake GPU."""
-
-    flash: Counter[str] = field(default_factory=Counter)  # calls: forward, backward
+    flash: Counter[str] = field(default_factory=Counter)  # number of calls: forward, backward
     waits: list[str] = field(default_factory=list)  # operations that would make the host wait for the device
     copied: int = 0  # bytes between the two memories
     devices: set[str] = field(default_factory=set)  # devices of all tensors that were computed from the GPU's
     products: set[str] = field(default_factory=set)  # dtypes of matrix products' factors
     held: int = 0  # bytes at the start
-    most: int = 0  # bytes at once
+    most: int = 0  # largest number of bytes at once
 
     @property
     def peak(self) -> int:
-        """Most bytes at once, without those held at the start."""
+        """Largest number of bytes at once, without those at the start."""
         return self.most - self.held
 
 
@@ -94,7 +90,7 @@ ASKS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_d
 
 
 class FakeGPU(TorchDispatchMode):
-    """Within this context, tensors of device `cuda` are fakes and tensors of the host are real."""
+    """Context in which tensors of device `cuda` are fakes and tensors of the host are real."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +99,8 @@ class FakeGPU(TorchDispatchMode):
         self._known: set[int] = set()  # storages that count in `bytes`
         self._pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._locked: dict[int, int] = {}  # bytes of host memory by address
-        self.locked_again = 0  # page-locks of memory that was locked
-        self.capacity = 0  # bytes, with more than which it is out of memory; 0: without a limit
+        self.locked_again = 0  # number of page-locks of locked memory
+        self.capacity = 0  # bytes of device memory; 0 means no limit
         self._seen: Seen | None = None
         self._open = contextlib.ExitStack()
 
@@ -134,7 +130,7 @@ class FakeGPU(TorchDispatchMode):
 
     @property
     def locked(self) -> int:
-        """Bytes of host memory that are page-locked."""
+        """Bytes of page-locked host memory."""
         return sum(self._locked.values())
 
     @contextlib.contextmanager
@@ -195,7 +191,7 @@ class FakeGPU(TorchDispatchMode):
             seen.waits.append(name)
 
     def _crosses(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], called: Any) -> bool:
-        """Whether data goes from one memory to the other, and the host waits for it."""
+        """Whether the host waits for data that goes from one memory to the other."""
         kinds = [{tensor.device.type for tensor in tensors if tensor.dim() or not tensor.is_cpu}
                  for tensors in (inputs, outputs)]  # fmt: skip
         if kinds[0] | kinds[1] != {"cpu", "cuda"}:
@@ -235,10 +231,10 @@ class FakeGPU(TorchDispatchMode):
 
 
 def _inside_backward(inputs: list[torch.Tensor]) -> int:
-    """Bytes that flash attention's backward takes while it runs.
+    """Temporary bytes of flash attention's backward.
 
-    The queries' gradients in float32, with 128 rows more for each sequence and heads of a multiple of 32. Where heads
-    are grouped, the keys' and values' gradients once per query head.
+    Queries have gradients in float32, padded by 128 rows per sequence and to heads of a multiple of 32. Grouped keys
+    and values have gradients per query head.
     """
     _, query, key, _, _, _, starts, *_ = inputs
     tokens, heads, head = query.shape

@@ -1,5 +1,4 @@
-"""Passes of models on a GPU that isn't there (`fake_gpu`): a script that runs those it is given and prints a
-dictionary of each."""
+"""Script that runs passes of models on a fake GPU (`fake_gpu`), and prints a dictionary for each."""
 
 from __future__ import annotations
 
@@ -62,12 +61,12 @@ if has("reference"):
 CUDA = torch.device("cuda", 0)
 PROMPT, COMPLETION, GROUP = 512, 512, 8
 TOKENS = PROMPT + GROUP * COMPLETION
-LENGTHS = Lengths(PROMPT, 8 * COMPLETION, GROUP)  # such that the plan's row is the one that runs
+LENGTHS = Lengths(PROMPT, 8 * COMPLETION, GROUP)  # of the row that runs
 SHAPE: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 4,
     "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 8192,
 }  # fmt: skip
-LIMIT = 2**27  # bytes of gradients on their way to the host
+LIMIT = 2**27  # bytes of gradients in transfer to the host
 MORE_LAYERS = {"num_hidden_layers": 8}
 CASES: dict[str, Callable[[FakeGPU], dict[str, Any]]] = {}
 
@@ -78,7 +77,7 @@ def case(made: Callable[[FakeGPU], dict[str, Any]]) -> Callable[[FakeGPU], dict[
 
 
 def bfloat16(cls: Any, config: Any) -> Any:
-    """A model in bfloat16 with packed rows; fakes don't take `Module.to`."""
+    """Build a model in bfloat16 with packed rows, because fakes don't take `Module.to`."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         with CUDA:
@@ -99,7 +98,7 @@ def row() -> PackedRow:
 
 
 def step(gpu: FakeGPU, model: Any, groups: Any = ROW, warm: bool = True, **options: Any) -> dict[str, Any]:
-    """Measure a forward and backward with gradients in place. ``warm``: after a first forward and backward."""
+    """Measure a forward and backward. ``warm``: after a first forward and backward."""
     accumulate_in_float32(model.parameters())
     forward = PolicyForward(model, 0.9, **options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -138,7 +137,7 @@ def plan(
     model: Any, checkpointing: int = 0, lengths: Lengths = LENGTHS, tokens: int = TOKENS,
     **on_host: Any,
 ) -> int:  # fmt: skip
-    """The activations that the memory plan expects."""
+    """Return the activations that the memory plan expects."""
     head, shape = model.get_output_embeddings().weight.requires_grad, Shape.of(model.config)
     copied = lengths.copied_keys(shape, tokens, 2, "cuda")
     adapted = any("lora" in name for name, _ in model.named_parameters())
@@ -162,14 +161,14 @@ def dense_untied(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def several_groups(gpu: FakeGPU) -> dict[str, Any]:
-    """Prompts that aren't next to each other in the row."""
+    """Prompts that aren't neighbours in the row."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     return step(gpu, model, [(PROMPT, [COMPLETION] * 3), (2 * PROMPT, [COMPLETION] * 3)]) | {"plan": plan(model)}
 
 
 @case
 def many_segments(gpu: FakeGPU) -> dict[str, Any]:
-    """576 of 8 tokens each: the backward of attention takes more than any other moment."""
+    """576 segments of 8 tokens: the backward of attention has the largest peak."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE | {"vocab_size": 1024, "intermediate_size": 1024}))
     return step(gpu, model, [(8, [8] * GROUP)] * 64) | {"plan": plan(model, 0, Lengths(8, 8 * 8, GROUP))}
 
@@ -190,7 +189,7 @@ def checkpointed(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def inputs_on_the_host(gpu: FakeGPU) -> dict[str, Any]:
-    """Like `checkpointed` with more layers, followed by a row of half the length."""
+    """Layers' inputs on the host, followed by a row of half the length."""
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE | MORE_LAYERS))
     with inputs_on_host(model, LayerInputs(CUDA)):
@@ -231,7 +230,7 @@ def mixture(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def sinks(gpu: FakeGPU) -> dict[str, Any]:
-    """GPT-OSS's: one layer with a window, one that sees all, and experts."""
+    """GPT-OSS: a layer with a window, a layer without, and experts."""
     config = GptOssConfig(**SHAPE | EXPERTS | {"intermediate_size": 768}, num_local_experts=8, sliding_window=128)
     model = bfloat16(GptOssForCausalLM, config)
     return step(gpu, model) | {"plan": plan(model)}
@@ -257,7 +256,7 @@ def packed_base(gpu: FakeGPU) -> dict[str, Any]:
 
 
 def four_bit_base() -> Any:
-    """bitsandbytes' 4 bits below an adapter, made by hand, as packing looks at values; their scales aren't packed."""
+    """A 4-bit base of bitsandbytes below an adapter, made by hand, because packing looks at values."""
     model = adapted(bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)))
     with CUDA:
         for module in list(model.modules()):
@@ -282,7 +281,7 @@ LONG = 2**17  # tokens of one sequence
 
 
 def long_row(gpu: FakeGPU, model: Any) -> dict[str, Any]:
-    """Two completions of a prompt, each a sequence of 131,072 tokens with it."""
+    """Two completions of a prompt, each with it a sequence of 131,072 tokens."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     groups, tokens = [(2048, [LONG - 2048] * 2)], 2 * LONG - 2048
     planned = plan(model, 1, Lengths(2048, LONG - 2048, 2), tokens)
@@ -301,19 +300,19 @@ def long_sequences_of_a_packed_base(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def long_windows(gpu: FakeGPU) -> dict[str, Any]:
-    """Mistral's, of the width that it was published with."""
+    """Mistral with its published width."""
     return long_row(gpu, bfloat16(MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=4096)))
 
 
 @case
 def long_soft_caps(gpu: FakeGPU) -> dict[str, Any]:
-    """Gemma 2's, every second layer with a window. Fakes may have scores that no GPU has room for."""
+    """Gemma 2, with scores that no GPU has room for."""
     return long_row(gpu, bfloat16(Gemma2ForCausalLM, Gemma2Config(**SHAPE, head_dim=128, sliding_window=4096)))
 
 
 @case
 def soft_caps(gpu: FakeGPU) -> dict[str, Any]:
-    """Two long completions, which the plan of keys that are copied and that of scores both take."""
+    """Two long completions, so that the plans of copied keys and of scores both count."""
     model = bfloat16(Gemma2ForCausalLM, Gemma2Config(**SHAPE, head_dim=128, sliding_window=4096))
     lengths, tokens = Lengths(PROMPT, 4 * COMPLETION, 2), PROMPT + 8 * COMPLETION
     return step(gpu, model, [(PROMPT, [4 * COMPLETION] * 2)]) | {"plan": plan(model, 0, lengths, tokens)}
@@ -321,7 +320,7 @@ def soft_caps(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def old_logprobs(gpu: FakeGPU) -> dict[str, Any]:
-    """Without a gradient nothing but a layer's own activations is there at once."""
+    """Without a gradient only one layer's activations exist at once."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     with gpu.watched() as seen:
         (found,) = with_old_logprobs(model, StepBatch((row(),), TOKENS, GROUP, {}, ()), 0.9).rows
@@ -337,7 +336,7 @@ def entropy(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def reference(gpu: FakeGPU) -> dict[str, Any]:
-    """A reference on the device next to the policy. Fakes don't follow `parameter.data`, which offloading sets."""
+    """A reference model on the device. Fakes don't follow `parameter.data`, which offloading sets."""
     model, before = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)), gpu.bytes
     reference = FrozenCopy(model, CUDA, offload=False)
     copy = gpu.bytes - before
@@ -351,7 +350,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def optimizer_step(gpu: FakeGPU, kind: type[AdamWSplit] = AdamWSplit, **settings: bool) -> dict[str, Any]:
-    """The second step, by torch's kernels: Triton's need a device."""
+    """The second step, by torch's kernels, because Triton's need a device."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     accumulate_in_float32(model.parameters())
     for parameter in model.parameters():
@@ -382,7 +381,7 @@ def streamed_optimizer(gpu: FakeGPU) -> dict[str, Any]:
 
 
 def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
-    """Three backwards of a step. The second and the third add to sums on the host."""
+    """Three backwards of a step. The second and third add to sums on the host."""
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=tied))
     accumulate_in_float32(model.parameters())
@@ -402,7 +401,7 @@ def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
 
 
 def plan_of_gradients(model: Any, checkpointing: int = 0) -> int:
-    """Plan a pass with gradients on the host, and with ``checkpointing`` the layers' inputs too."""
+    """Plan a pass with gradients on the host, and with ``checkpointing`` also the layers' inputs."""
 
     sizes = PolicySizes.of(model, "adamw_split", 2)
     on_way = host_stream.on_way(sizes.gradients, 4 * sizes.matrix)
@@ -422,7 +421,7 @@ def gradients_on_host_tied(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def small_vocabulary_on_host(gpu: FakeGPU) -> dict[str, Any]:
-    """A backward's last gradients are still being copied during the next forward."""
+    """The last gradients of a backward are still being copied during the next forward."""
     global SHAPE
     before, SHAPE = SHAPE, SHAPE | {"vocab_size": 4000}
     found = on_host(gpu, tied=False)
@@ -431,7 +430,7 @@ def small_vocabulary_on_host(gpu: FakeGPU) -> dict[str, Any]:
 
 
 def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
-    """Train a step of one row and a step of two. Return the bytes of page-locked memory after each step."""
+    """Train a step of one row and a step of two. Return the bytes of page-locked memory after each."""
     from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 
     accumulate_in_float32(model.parameters())
@@ -453,7 +452,7 @@ def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
 
 @case
 def all_on_host(gpu: FakeGPU) -> dict[str, Any]:
-    """All parts are offloaded, on a GPU with a tenth more memory than planned. Then nothing is offloaded."""
+    """All parts are offloaded, on a GPU with a tenth more memory than planned."""
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     with mock.patch.object(host_stream, "LIMIT", LIMIT):
@@ -472,7 +471,7 @@ def all_on_host(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def checkpoint(gpu: FakeGPU) -> dict[str, Any]:
-    """The second one, in the memory of the first."""
+    """The second checkpoint, in the memory of the first."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     files = HostFiles(CUDA)
@@ -485,8 +484,7 @@ def checkpoint(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def tower(gpu: FakeGPU) -> dict[str, Any]:
-    """Two layers of Qwen2.5-VL: one with windows, one with whole pictures. Positions and windows are computed on the
-    host and passed in, because fakes have no numbers."""
+    """Qwen2.5-VL: a layer with windows, and one without. Fakes have no numbers, so positions are passed in."""
     rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0}
     vision = {"depth": 2, "fullatt_block_indexes": [1], "out_hidden_size": 256}  # else as published
     text = {"vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -1,9 +1,9 @@
-"""Collectives between GPUs that don't exist: one rank's part of a step. The other ranks don't exist either.
+"""One rank's part of a step, with collectives between GPUs that don't exist.
 
     python tests/helpers/fake_nccl.py RANKS WAY ...    # with the guard of `fake_gpu.run`; prints a dictionary per case
 
-torch's fake process group returns at once, without data; each call is recorded. Every way of sharding runs two
-micro-batches and the optimizer's step, on the first and on the last rank.
+torch's fake process group returns at once, without data. Every way of sharding runs two micro-batches and an optimizer
+step, on the first and on the last rank.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Tests record the model families that they tried. docs/models.md has a table of these records.
+"""Records of the model families that tests tried, for the table in docs/models.md.
 
     def test_a_mixture_is_trained(family, tried):
         ...
         tried(family, "packed", shared="experts copied: they are transposed")
 
-``pytest --families`` writes the records of tests that passed into docs/models.json, and replaces the earlier records of
-the same tests and families. ``python docs/generate.py`` makes the table. tests/house/test_docs.py fails if a recorded
-test no longer takes ``tried`` or no longer names the column, so no cell of the table outlives its test.
+``pytest --families`` writes the records of passed tests into docs/models.json, and ``python docs/generate.py`` makes
+the table. tests/house/test_docs.py fails if a recorded test no longer takes ``tried`` or no longer names the column.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ PASSED: pytest.StashKey[dict[str, list[tuple[str, str, str]]]] = pytest.StashKey
 
 
 def read() -> dict[str, Any]:
-    """Return the record. ``columns`` and ``families``: titles by name, in the table's order. ``tried``: for a family, a
-    column and a test the text of the cell; an empty text means yes."""
+    """Return the record. ``tried`` is family -> column -> test -> text of the cell; an empty text means yes."""
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 

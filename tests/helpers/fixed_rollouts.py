@@ -1,4 +1,4 @@
-"""Rollouts that depend on the prompt and the step alone."""
+"""Rollouts that depend on the prompt and the step only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STEPS = 6
 
 
 class Rollouts:
-    """A rollout_func. Its completions depend on the prompt, its occurrence and the step, not on the caller."""
+    """A rollout_func whose completions depend on the prompt, its occurrence and the step."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[str]]] = []  # step and prompts of each call

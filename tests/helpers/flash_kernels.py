@@ -12,7 +12,7 @@ def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any,
     scale: float, window_size_left: int, window_size_right: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return what torch's operator returns: output, log-sum-exp (heads, T), and three unused tensors."""
+    """Return output, log-sum-exp (heads, T), and three unused tensors, as torch's operator does."""
     most_q, most_k, dropout, causal, debug = rest
     window = [window_size_left, window_size_right]
     assert causal == (window == [-1, 0]) and dropout == 0.0 and not debug
@@ -31,7 +31,7 @@ def flash_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any, scale: float, window_size_left: int, window_size_right: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """By arXiv 2307.08691, algorithm 2: of the forward's results it reads ``out`` and ``lse``."""
+    """Compute algorithm 2 of arXiv 2307.08691 from ``out`` and ``lse``."""
     assert lse.is_contiguous(), "the kernel knows no strides of it"
     window = [window_size_left, window_size_right]
     assert len(rest) == 6 and rest[2:4] == (0.0, window == [-1, 0]), "lengths, no dropout, causal, seed and offset"

@@ -19,7 +19,7 @@ import torch
 from colograd.policy import head as policy_head
 
 LABELS, VOCABULARY, HIDDEN = 7, 53, 8
-TILE, BLOCK = (5, 24), 16  # rows and columns that divide nothing: each last block is short
+TILE, BLOCK = (5, 24), 16  # each last block is short
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     wide: bool = False
     bias: bool = False
-    entropy: bool = False  # whether it is differentiable
+    entropy: bool = False  # whether the entropy is differentiable
     candidates: bool = False
     part: bool = False  # whether this is one rank's part of the vocabulary
 
@@ -63,7 +63,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a vocabulary. The other rank has tokens of logit 0, and none of the labels."""
+    """One rank's part of a vocabulary. The other rank has tokens of logit 0 and no labels."""
 
     start: int = 20
     stop: int = 20 + VOCABULARY
@@ -118,7 +118,7 @@ def check(case: Case, device: str = "cpu") -> None:
             torch.testing.assert_close(
                 ours[name], value, rtol=2e-6, atol=2e-6, msg=lambda text, of=name: f"{of}: {text}"
             )
-        else:  # of a tile's gradient in bfloat16, which the interpreter doesn't round but cuts off
+        else:  # The interpreter truncates bfloat16 instead of rounding.
             error = (ours[name] - value).float().norm() / value.float().norm()
             assert error < 2**-7, (name, error)
 

@@ -38,11 +38,11 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 GIB = 2**30
 
 
-# -- for the test: a process that has the device
+# -- for the test
 
 
 def library() -> Path:
-    """The device's library. The first call for a torch compiles it, which takes up to a minute."""
+    """Return the device's library. The first call for a torch compiles it, which takes up to a minute."""
     return native_library.build("host-cuda", SOURCE.read_text(), "-lc10", "-ltorch_cpu")
 
 
@@ -50,11 +50,11 @@ def run(script: Path, *arguments: str, ranks: int = 1, attempt: int = 0, patienc
     """Run a script that installs the device, and return the JSON values it printed, one per line.
 
     Args:
-        ranks: how many processes run it, with the variables of a launcher if there are several.
-        attempt: how many times torchrun has started the ranks before.
+        ranks: number of processes. Several get the variables of a launcher.
+        attempt: number of earlier starts by torchrun.
 
     Raises:
-        AssertionError: with the script's output, if it failed.
+        AssertionError: the script failed. The message has its output.
     """
     import launcher
     import tiny
@@ -86,7 +86,7 @@ def run(script: Path, *arguments: str, ranks: int = 1, attempt: int = 0, patienc
 
 @dataclass
 class Record:
-    """What happened on the device, by operation and by the function of this project that called it."""
+    """Operations on the device, and the functions of this project that called them."""
 
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # places where the host waits for the device
     races: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -98,7 +98,7 @@ class Record:
             counter.clear()
 
     def as_kernel(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap the Python code of a kernel, so that its own waits and accesses aren't the program's."""
+        """Wrap the Python code of a kernel, so that its own waits and accesses don't count."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             self.kernels[name] += 1
@@ -122,7 +122,7 @@ PACKAGES = (f"{os.sep}colograd{os.sep}", f"{os.sep}site-packages{os.sep}vllm{os.
 
 
 def _caller() -> str:
-    """The innermost function of this project, or `vllm: FILE` where vLLM is nearer; `?`: there is neither."""
+    """Return the innermost function of this project, or `vllm: FILE` if vLLM is nearer."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -135,7 +135,7 @@ def _caller() -> str:
 
 
 def _distinct(value: Any) -> Any:
-    """A function of its own, since Dynamo allows no function under two names."""
+    """Return a new function, because Dynamo allows no function under two names."""
     return (
         (lambda *args, **kwargs: value(*args, **kwargs)) if callable(value) and not isinstance(value, type) else value
     )
@@ -166,7 +166,7 @@ def install(total: int = 80 * GIB) -> Record:
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
     def report(kind: bytes, what: bytes) -> int:
         counts = record.note(kind.decode(), what.decode())
-        # torch's own watch over waits doesn't see copies of memory that isn't page-locked
+        # torch's own debug mode misses copies of memory that isn't page-locked
         return int(counts and kind == b"wait" and debug_mode[0] == "error" and b"page-locked" not in what)
 
     import torch

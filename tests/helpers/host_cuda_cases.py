@@ -2,7 +2,7 @@
 
     python tests/helpers/host_cuda_cases.py FOLDER CASE ...      # prints a dictionary per case
 
-FOLDER keeps the random models for the next call. With the variables of a launcher, all ranks run this script.
+FOLDER keeps the random models for the next call. With a launcher's variables all ranks run this script.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all on the host": {**BF16, **SAVED, **STREAMED, **EVALUATED, **REFERENCE, "save_in_background": True},
     "lora and teacher": {**BF16, **EVALUATED, "lora": LORA, "teacher": "llama", "offload_teacher": True,
                          "offload_optimizer": "sampling", "vllm_enable_sleep_mode": True},
-    # of two ranks
+    # on two ranks
     "none": {**BF16, "sharding": "none"},
     "optimizer": {**BF16, "sharding": "optimizer"},
     "gradients": {**BF16, "sharding": "gradients"},
@@ -135,7 +135,7 @@ WAITS = {
     "sharding/strategy.py ShardingStrategy.sum_over_parts",
     "extensions/tensor_parallel/strategy.py TensorStrategy.sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
-    "loop.py Loop.run", "extensions/recording/utilisation.py _measured",
+    "loop.py Loop.run", "extensions/recording/utilisation.py peak_flops",
     # with a reference that follows the policy, and with checkpoints
     "checkpoint/writing.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
     "rollout/store.py digest_of",
@@ -145,7 +145,7 @@ MEASURED = ("loss", "grad_norm", "reward", DIFFERENCE, "eval_reward", "eval_loss
 
 
 def _model(kind: str, folder: Path) -> Path:
-    """The folder of a random model; ranks and later calls share it."""
+    """Return the folder of a random model, which ranks and later calls share."""
     import tiny
     import tiny_images
 
@@ -193,7 +193,7 @@ def _trainer(changes: dict[str, Any], models: Path, output: Path) -> Any:
 
 @contextlib.contextmanager
 def _forwards_counted(counts: dict[str, int]) -> Iterator[None]:
-    """Count the forwards of models of transformers by the device of their tokens. vLLM's embedding is another class."""
+    """Count the forwards of transformers' models by the device of their tokens."""
     import torch
 
     def count(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -209,8 +209,8 @@ def _forwards_counted(counts: dict[str, int]) -> Iterator[None]:
 
 
 def run(name: str, models: Path, output: Path, record: Any = None) -> dict[str, Any]:
-    """Train, save and resume if the case saves, close, and return measurements. ``record`` replaces that of the device
-    in host memory, on a real GPU."""
+    """Train, save and resume if the case saves, and return measurements. On a real GPU ``record`` replaces the
+    device's."""
     import torch
 
     real, changes = record is not None, BASE | CASES[name]
@@ -252,7 +252,7 @@ def run(name: str, models: Path, output: Path, record: Any = None) -> dict[str, 
     gc.collect()
     torch.cuda.synchronize()
     if real:
-        torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream
+        torch._C._cuda_clearCublasWorkspaces()  # frees 32 MiB for each stream
     return result | {
         "races": _listed(record.races), "kernels": dict(record.kernels), "peak": torch.cuda.max_memory_allocated(),
         "left": torch.cuda.memory_allocated() - before, "seconds": round(time.perf_counter() - started, 1),
@@ -289,7 +289,7 @@ def faults(result: dict[str, Any]) -> list[str]:
 
 
 def _digest(trainer: Any) -> str:
-    """A digest of the weights as a checkpoint has them, whole on every rank."""
+    """Return a digest of the weights as a checkpoint has them."""
     weights = trainer.sharding.state_dict(keep=True)
     digest = hashlib.sha256()
     for name, value in sorted((trainer.model.state_dict() if weights is None else weights).items()):
@@ -304,7 +304,7 @@ def _listed(counts: Any) -> list[tuple[str, str, int]]:
 def prepare() -> None:
     """Install the device, and import the packages that trainers import."""
     host_cuda.install(total=2 * GIB)
-    with mock.patch("torch.cuda.is_available", lambda: False):  # its kernels for CPUs
+    with mock.patch("torch.cuda.is_available", lambda: False):  # selects kernels for CPUs
         import bitsandbytes  # noqa: F401
     import host_cuda_engine
     import launcher
@@ -317,7 +317,7 @@ def prepare() -> None:
 
 
 def shorten() -> None:
-    """Let measurements that take minutes here take a moment."""
+    """Shorten measurements that take minutes here."""
     from colograd.extensions.recording import utilisation
     from colograd.memory import token_budget
 
@@ -325,7 +325,6 @@ def shorten() -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Run cases and print their results."""
     shorten()
     for name in names:
         rank = os.environ.get("RANK", "")

@@ -1,8 +1,8 @@
-"""The commands of a user on the device of `host_cuda`: check a recipe, train, replay a step, take a benchmark, plan.
-
-It also runs the thread of a user's environment: the tiny models' template has no tools.
+"""A user's commands on the device of `host_cuda`: check a recipe, train, replay a step, take a benchmark, plan.
 
     python tests/helpers/host_cuda_commands.py FOLDER      # prints each command's exit status, and the places reached
+
+It also runs the thread of a user's environment, because the tiny models' template has no tools.
 """
 
 from __future__ import annotations

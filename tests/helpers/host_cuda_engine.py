@@ -1,6 +1,6 @@
-"""vLLM's CPU build with its tensors on the device of `host_cuda`: the model runner for GPUs, with the CPU's attention.
+"""vLLM's CPU build with tensors on the device of `host_cuda`: the GPU's model runner with the CPU's attention.
 
-It is V1's runner; with VLLM_USE_V2_MODEL_RUNNER=1 (see `model_runner_v2`) it is V2's, in Triton's interpreter.
+The runner is V1's; with VLLM_USE_V2_MODEL_RUNNER=1 (see `model_runner_v2`) it is V2's, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def prepare() -> None:
 
 
 def _sleep_by_storage(platform: Any, worker: Any) -> None:
-    """Let vLLM release its KV cache and map it again, as its allocator for CUDA does; the storages shrink and grow."""
+    """Let vLLM release its KV cache and map it again, as its allocator for CUDA does."""
     sizes: dict[Any, int] = {}  # bytes of each storage that was released
 
     def discard(self: Any, tags: tuple[str, ...]) -> None:
@@ -86,14 +86,14 @@ def _sleep_by_storage(platform: Any, worker: Any) -> None:
             storage = cache.untyped_storage()
             if size := sizes.pop(storage._cdata, 0):
                 storage.resize_(size)
-                storage.fill_(0)  # the CPU's attention multiplies places that nobody has written by 0
+                storage.fill_(0)  # the CPU's attention multiplies unwritten places by 0
 
     platform.is_sleep_mode_available = lambda self: True
     worker.discard, worker.wake_up, worker.sleep = discard, wake_up, lambda self, level=1: None
 
 
 def _keep_weights(record: host_cuda.Record) -> None:
-    """Leave linear layers and experts as they were loaded, as on a GPU; the CPU's layers pack them away."""
+    """Leave linear layers and experts as they were loaded, as on a GPU."""
     import torch
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts

@@ -1,4 +1,4 @@
-"""Kernels that only CUDA has, in plain float32 sums, with the demands of the real ones."""
+"""Kernels that only CUDA has, in float32 sums, with the real kernels' demands on their arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _forward(
     scale: Any = None, window_size_left: Any = None, window_size_right: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
     _check(query, key, value, of_q, of_k)
-    device, (query, key, value) = query.device, (each.cpu() for each in (query, key, value))  # scores aren't its memory
+    device, (query, key, value) = query.device, (each.cpu() for each in (query, key, value))  # not device memory
     out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), torch.inf, dtype=torch.float32)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     options = (causal, scale, window_size_left, window_size_right)

@@ -1,8 +1,8 @@
-"""Ten kinds of mistakes that only a GPU shows, made in a copy of the package: does the device of `host_cuda` notice?
+"""Mistakes that only a GPU shows, made in a copy of the package: does the device of `host_cuda` notice them?
 
     python tests/helpers/host_cuda_mutants.py FOLDER      # prints a dictionary per mutant
 
-One process imports everything once and forks for each mutant, which imports the changed package.
+One process imports everything once, and forks for each mutant.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ EXTRA = {"policy/sending.py": "\n_places: dict = {}\n"}
 
 
 def changed_package(mutant: Mutant, folder: Path) -> Path:
-    """A folder with a copy of the package that has the mutant's change."""
+    """Return a folder with a copy of the package that has the mutant's change."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "colograd", folder / "colograd", ignore=shutil.ignore_patterns("__pycache__"))
     file = folder / "colograd" / mutant.file
@@ -101,7 +101,7 @@ def changed_package(mutant: Mutant, folder: Path) -> Path:
 
 
 def run(mutant: Mutant, folder: Path) -> dict[str, str]:
-    """Run the mutant's case in a fork. `shown` is the rule it breaks, or the error; empty: neither."""
+    """Run the mutant's case in a fork. `shown` is the rule it breaks, or the error, or empty."""
     package, models = changed_package(mutant, folder / "mutant"), folder / "models"
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:

@@ -1,7 +1,7 @@
-"""NCCL for the devices of `host_cuda`: collectives on a stream of their own, carried by gloo through host memory.
+"""NCCL for the devices of `host_cuda`, carried by gloo through host memory.
 
-As with NCCL, a collective runs after the earlier work of the caller's stream. `Work.wait` makes the caller's stream
-wait for the collective, and not the host.
+As with NCCL, a collective runs after the earlier work of the caller's stream. `Work.wait` makes the stream wait, not
+the host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _options(kind: str, **values: Any) -> Any:
 
 
 def _carry(op: str, backend: Any, a: Any) -> Any:
-    """Call gloo's method for an operator of c10d. The arguments ``a`` are by name, and in host memory."""
+    """Call gloo's method for an operator of c10d, with the arguments ``a`` in host memory."""
     reduce = {"reduceOp": REDUCTIONS[torch.ops.host_cuda.reduce_op(a["reduce_op"])]} if "reduce_op" in a else {}
     root = {"rootRank": a["root_rank"]} if "root_rank" in a else {}
     if op == "allreduce_":
@@ -74,7 +74,7 @@ OPERATORS = (
 
 
 class Collective:
-    """The kernel of one operator for tensors of the device."""
+    """Kernel of an operator of c10d for the device's tensors."""
 
     def __init__(self, op: str, record: Any) -> None:
         self.op, self.schema = op, getattr(torch.ops.c10d, op).default._schema

@@ -1,4 +1,4 @@
-"""Show each rule of the device of `host_cuda` once: errors, counts, races. Prints a line at its end."""
+"""Shows each rule of the device of `host_cuda` once: errors, counts, races."""
 
 from __future__ import annotations
 

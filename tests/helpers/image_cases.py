@@ -1,4 +1,4 @@
-"""Models that see: groups of prompts with images, their losses, and log-probabilities by transformers alone."""
+"""Models with images: groups of prompts, their losses, and log-probabilities by transformers alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def needs(*libraries: str) -> Any:
 
 
 def groups_of(model: Any, family: str, completions: int = 3) -> list[ScoredGroup]:
-    """Two prompts with one and two pictures and one without; one completion has an image token that was sampled."""
+    """Make two prompts with images and one without. One completion has a sampled image token."""
     asked = [tiny_images.made_up(model, family, 1, 1), tiny_images.made_up(model, family, 2, 2), ModelInput((3, 4, 5))]
     draw, found = torch.Generator().manual_seed(0), []
     for position, prompt in enumerate(asked):
@@ -62,8 +62,7 @@ def loss_and_gradients(model: Any, groups: list[ScoredGroup], share: bool) -> tu
 
 
 def exact_model(family: str) -> Any:
-    """Build a random model. Gemma 4 is in float64, because its scaled embeddings have gradients of up to 50. The one
-    with experts stays in float32: grouped products have no float64."""
+    """Build a random model. Gemma 4 is in float64, because its scaled embeddings have gradients of up to 50."""
     model, _ = tiny_images.random_model(family)
     return model.double() if family in ("gemma4_vl", "gemma4_both_ways") else model
 
@@ -71,11 +70,10 @@ def exact_model(family: str) -> Any:
 def check_alike(
     one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]], by_size: float = 0.0
 ) -> None:
-    """Losses and gradients, as `loss_and_gradients` gives them, of one model in two kinds of rows.
+    """Check that losses and gradients of one model agree in two kinds of rows.
 
     Args:
-        by_size: share of a parameter's largest gradient, if above 1, by which they may differ: where gradients are
-            large and layers have no float64, float32 rounds them by their size.
+        by_size: tolerance as a share of a parameter's largest gradient, if above 1.
     """
     assert one[0] == pytest.approx(other[0], abs=1e-4)
     assert one[1].keys() == other[1].keys() and any(towers.sees(name) for name in one[1])
@@ -85,7 +83,7 @@ def check_alike(
         assert apart < most, (name, apart, largest)
 
 
-# Processors that read videos too need more than the environment of the tests has.
+# Processors that also read videos need more packages.
 OTHERS = [
     pytest.param("smolvlm", marks=[needs("torchvision", "num2words"), pytest.mark.slow]),
     *(pytest.param(family, marks=[needs("torchvision"), pytest.mark.slow]) for family in ("qwen2_5_vl", "qwen3_vl")),
@@ -94,14 +92,14 @@ GEMMA3 = pytest.param("gemma3_vl", marks=pytest.mark.slow)
 
 
 def but_slowly(families: Iterable[str]) -> list[Any]:
-    """Parameters of a test that is another one's with one thing more, which has all families: of each kind one here
-    (tiles; attention both ways; a state; rows of tokens), the others are left to `pytest -m slow`."""
+    """Return parameters for a test's variants. One family of each kind runs by default, the others with `pytest -m
+    slow`."""
     quick = ("idefics3", "gemma4_vl", "qwen3_5_vl", "mistral3_vl")
     return [family if family in quick else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 def own_inputs(seen: Images, completion: int) -> dict[str, torch.Tensor]:
-    """The processor's inputs of a prompt, for it and ``completion`` tokens."""
+    """Return the processor's inputs of a prompt for it and ``completion`` tokens."""
     return {
         name: torch.nn.functional.pad(value, (0, completion)) if name in PER_TOKEN else value
         for name, value in seen.inputs.items()
@@ -121,8 +119,7 @@ def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 def compare_with_what_was_saved(trainer: GRPOTrainer, saved: Path, scratch: Path) -> None:
-    """The trainer's row of a prompt with two pictures, transformers' and vLLM's own reading of a checkpoint give one
-    probability to each token of a completion. (Which depends on the pictures.)"""
+    """Check that the trainer, and transformers and vLLM on a checkpoint, give equal probabilities to a completion."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor, loaded = AutoProcessor.from_pretrained(saved), AutoModelForImageTextToText.from_pretrained(saved)

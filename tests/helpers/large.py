@@ -1,4 +1,4 @@
-"""A model that is too large for the tests, by its configuration alone."""
+"""Models that are too large for the tests, by their configurations alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colograd.memory.shape import Lengths, Shape
 from colograd.memory.table import GIB
 from colograd.policy.loading import outline, with_adapter
 
-# Of Qwen2.5-7B.
+# Qwen2.5-7B
 LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 28, 3584, 18944, 28, 4, 128, 152064
 QWEN = {
     "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
@@ -32,7 +32,7 @@ SHAPES = {
     "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, False),
     "Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128256, False),
 }
-# Projections with the biases of queries, keys and values, the MLP, two norms.
+# projections with biases, the MLP, two norms
 BLOCK = (
     2 * HIDDEN * HEADS * HEAD + 2 * HIDDEN * KEYS * HEAD + (HEADS + 2 * KEYS) * HEAD + 3 * HIDDEN * INNER + 2 * HIDDEN
 )
@@ -41,13 +41,13 @@ PARAMETERS = LAYERS * BLOCK + ENDS  # 7.62 billion
 
 
 def folder(place: Path) -> Path:
-    """A folder with the configuration and nothing else."""
+    """Make a folder with a configuration only."""
     Qwen2Config(**QWEN).save_pretrained(place)
     return place
 
 
 def folder_of(name: str, place: Path) -> Path:
-    """The same of one of `SHAPES`."""
+    """Make a folder with the configuration of one of `SHAPES`."""
     hidden, inner, layers, heads, keys, vocabulary, tied = SHAPES[name]
     shape = {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -75,7 +75,7 @@ def run(place: Path, **changes: Any) -> RunDescription:
 
 
 def on_each_rank(strategy: str, of_policy: PolicySizes, ranks: int, **changes: Any) -> RankBytes:
-    """The bytes on each of ``ranks`` GPUs of a policy of these sizes."""
+    """Return the bytes of a policy on each of ``ranks`` GPUs."""
     shape = Shape(1, 1, 1, 1, 1, 1, 1)  # the policy's bytes don't depend on it
     return bytes_per_rank(changed(_described(shape, of_policy), ranks=ranks, **changes), strategy)
 
@@ -88,7 +88,7 @@ def _described(shape: Shape, of_policy: PolicySizes) -> RunDescription:
 
 
 def changed(run: RunDescription, **changes: Any) -> RunDescription:
-    """The run with other values of its fields, or of its devices' fields."""
+    """Return the run with other values of its fields, or of its devices' fields."""
     of_devices = {f.name for f in dataclasses.fields(Devices)} & set(changes)
     devices = dataclasses.replace(run.devices, **{name: changes.pop(name) for name in of_devices})
     return dataclasses.replace(run, devices=devices, **changes)

@@ -1,8 +1,7 @@
-"""Start ranks, and other programs of tests, as forks of a process that has done the imports.
+"""Starts ranks and other programs of tests as forks of a process that has done the imports.
 
-A test's program spends 15 of its 17 processor seconds on importing torch, transformers and vLLM. So one process (this
-file, run as a script) imports them once, and forks for each program that a test starts; a fork takes milliseconds.
-Each rank is a process with its own engine, as with `torchrun`. Tests of the launch itself use the real `torchrun`.
+Importing torch, transformers and vLLM takes 15 of 17 processor seconds of a test's program, and a fork milliseconds.
+Each rank is a process with its own engine, as with `torchrun`.
 """
 
 from __future__ import annotations
@@ -72,16 +71,15 @@ def run(
 
     Args:
         program: a script's path, or a module's name.
-        ranks: how many to start, with the variables that torchrun sets; 0: one process without these variables.
-        env: the environment; none: `tiny.clean_environment()`.
+        ranks: number of ranks with torchrun's variables; 0: one process without these variables.
+        env: the environment; None: `tiny.clean_environment()`.
         timeout: seconds.
 
     Returns:
-        The output of all ranks and a status: of one rank its own; of several 0, or 1 if one failed. Then the others
-        get a SIGTERM.
+        The output of all ranks, and a status. If one of several ranks fails, the others get a SIGTERM.
 
     Raises:
-        subprocess.TimeoutExpired: after ``timeout``; all of them are killed.
+        subprocess.TimeoutExpired: after ``timeout``. All ranks are killed.
     """
     with Started(program, arguments, variables_of(ranks) or [{}], env, cwd) as started:
         return started.wait(timeout)
@@ -100,11 +98,7 @@ def apart(
 
 
 class Started:
-    """Processes that write into the same two files. They are killed when the context ends.
-
-    Args:
-        of_each: variables of each process, in addition to ``env``.
-    """
+    """Processes that write into the same two files. They are killed when the context ends."""
 
     def __init__(
         self,
@@ -145,7 +139,7 @@ class Started:
 
     @property
     def pid(self) -> int:
-        """Process id of the only process, as soon as it exists. AssertionError with its output if it has ended."""
+        """Process id of the only process. Raises an AssertionError with its output if it has ended."""
         children = Path(f"/proc/{self._leader}/task/{self._leader}/children")
         # The leader sends the status as soon as the process has ended: then there is something to read.
         while not select.select([self._line], [], [], 0)[0]:
@@ -157,7 +151,6 @@ class Started:
         raise AssertionError(f"{' '.join(self.argv)} has ended, and wrote: {self.said()[-3000:]}")
 
     def said(self) -> str:
-        """Return the output until now."""
         return "".join(map(_read, self._files))
 
     def wait(self, timeout: float = tiny.PATIENCE) -> subprocess.CompletedProcess[str]:
@@ -178,8 +171,8 @@ def variables_of(ranks: int) -> list[dict[str, str]]:
 
 
 def on_two_ranks(model: Path, folder: Path, sharding: str) -> list[str]:
-    """The digest of each rank's last weights."""
-    # Else MKL's products depend, by their last bits, on where in memory a matrix begins, which gathered ones choose.
+    """Return the digest of each rank's last weights."""
+    # Otherwise the last bits of MKL's products depend on a matrix's address.
     exact = tiny.clean_environment() | {"MKL_CBWR": "COMPATIBLE"}
     arguments = (model, folder / "run", folder, "float32", "", sharding)
     done = run(SCRIPTS / "two_ranks.py", *map(str, arguments), ranks=2, env=exact)
@@ -190,7 +183,7 @@ def on_two_ranks(model: Path, folder: Path, sharding: str) -> list[str]:
 
 
 def _read(file: int) -> str:
-    """Read the whole file without moving the position at which others write."""
+    """Read a file without moving the position at which others write."""
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
@@ -206,7 +199,7 @@ def _server() -> str:
 
 
 def preload() -> None:
-    """Import the modules of a run, and switch off two parts of its start that take seconds and prove nothing here."""
+    """Import the modules of a run, and switch off two slow parts of its start."""
     for name in PRELOADED:
         importlib.import_module(name)
     # vLLM looks at each family's class, which it loads a moment later, in a process that imports all of vLLM again.
@@ -218,15 +211,15 @@ def preload() -> None:
 
 
 def serve(address: str) -> None:
-    """Import all, then fork a leader for each request, until the process that started this one is gone."""
+    """Fork a leader for each request, until the parent process is gone."""
     _end_with_parent()
     process.quiet_logs(verbose=False)
     sys.path.insert(0, str(HELPERS))
     preload()
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
-    gc.freeze()  # else a collection in a fork copies every page of the imports
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaders are not waited for
+    gc.freeze()  # otherwise a collection in a fork copies every page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no wait for leaders
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(f"{address}.new")
         door.listen()
@@ -243,7 +236,7 @@ def serve(address: str) -> None:
 
 
 def lead(line: socket.socket, request: dict[str, Any], files: Sequence[int]) -> NoReturn:
-    """Fork the ranks, wait for them, say how they ended."""
+    """Fork the ranks, wait for them, and report how they ended."""
     _end_with_parent()
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -267,7 +260,7 @@ def lead(line: socket.socket, request: dict[str, Any], files: Sequence[int]) -> 
 
 
 def become(argv: list[str], environment: dict[str, str], folder: str, files: Sequence[int]) -> NoReturn:
-    """Be `python argv...` from here on."""
+    """Continue as `python argv...`."""
     _end_with_parent()
     status: Any = 1
     try:

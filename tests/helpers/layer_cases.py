@@ -48,7 +48,7 @@ def make_rows(device: torch.device = CPU, lengths: Sequence[Sequence[Sequence[in
 
 
 def trained(model: Any, row: MicroBatch) -> torch.Tensor:
-    """Log-probabilities and the gradients of a weighted sum of them, in one vector."""
+    """Return log-probabilities, and the gradients of a weighted sum of them in one vector."""
     model.zero_grad()
     logprobs, _ = policy_logprobs(model, row, 0.7)
     (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()

@@ -1,4 +1,4 @@
-"""For tests of adapters: samples' log-probabilities and gradients in packed or padded rows, and counted publishes."""
+"""Log-probabilities and gradients of adapters in packed or padded rows, and counted publishes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colograd.policy.padded import sequences
 
 
 def doing_something(model: Any) -> Any:
-    """Return the model with a random B in its adapter, which starts at zero."""
+    """Fill the adapter's B, which starts at zero, with random values."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for layer in lora.adapted_layers(model):
@@ -36,7 +36,7 @@ def logprobs(model: Any, share_prompts: bool) -> torch.Tensor:
 
 
 def gradients(model: Any, share_prompts: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Log-probabilities of the samples in their order, and the adapter's gradients of their sum."""
+    """Return the samples' log-probabilities, and the adapter's gradients of their sum."""
     model.zero_grad()
     found = logprobs(model, share_prompts)
     found.sum().backward()
@@ -44,7 +44,7 @@ def gradients(model: Any, share_prompts: bool) -> tuple[torch.Tensor, list[torch
 
 
 def check_rows_agree(model: Any, packed: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    """Rows computed again by checkpointing, and padded ones, have the packed ones' log-probabilities and gradients."""
+    """Check that checkpointed rows and padded rows agree with the packed ones."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     recomputed = gradients(model.train(), share_prompts=True)
     model.gradient_checkpointing_disable()

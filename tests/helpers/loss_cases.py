@@ -1,4 +1,4 @@
-"""Steps of random ragged completions for the tests of objectives, and an objective's result on them."""
+"""Steps of random ragged completions, and an objective's result on them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KNOBS = {
 
 @dataclasses.dataclass
 class Step:
-    """Groups of one step. Completion token number i has the label i: every (n,) tensor is indexed by labels."""
+    """Groups of one step. Tensors of shape (n,) are indexed by the number of the completion token."""
 
     groups: list[ScoredGroup]
-    logprobs: torch.Tensor  # requires grad, as the entropies do
+    logprobs: torch.Tensor  # requires grad, like `entropies`
     entropies: torch.Tensor
-    old: torch.Tensor  # of the weights that sampled
+    old: torch.Tensor  # log-probabilities by the weights that sampled
     reference: torch.Tensor
     num_loss_tokens: int
 
@@ -53,7 +53,6 @@ class Step:
         return torch.cat([group.advantages for group in self.groups])
 
     def rows(self, budget: int, on_policy: bool) -> list[PackedRow]:
-        """Packed rows of at most ``budget`` tokens."""
         return [
             dataclasses.replace(
                 row,
@@ -64,7 +63,6 @@ class Step:
         ]
 
     def micro_batch(self, on_policy: bool) -> MicroBatch:
-        """All of the step in one."""
         (row,) = self.rows(1000, on_policy)
         return collate(row)
 
@@ -75,8 +73,7 @@ class Step:
 def make_step(
     seed: int = 0, per_token: bool = False, dtype: torch.dtype = torch.float64, truncation: bool = True
 ) -> Step:
-    """Three groups of four ragged completions. Some tokens are a tool's, some the sampler has no probability of, some
-    completions are truncated (and masked)."""
+    """Make three groups of four ragged completions: with tools' tokens, tokens without probability, and truncation."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> torch.Tensor:
@@ -119,7 +116,7 @@ def kl_term(beta: float, unbiased: bool = True) -> Any:
 
 
 def make_objective(loss_type: str, knobs: dict[str, Any] | None = None, **terms: Any) -> Objective:
-    """``knobs`` are the loss's, ``terms`` the objective's, or those of a KL term."""
+    """Make an objective. ``knobs`` are the loss's, ``terms`` the objective's, or those of a KL term."""
     if beta := terms.pop("beta", 0.0):
         terms["terms"] = (kl_term(beta, terms.pop("unbiased_kl", True)),)
     terms.pop("unbiased_kl", None)
@@ -138,7 +135,7 @@ def correction_weights(
 def our_loss(
     objective: Objective, step: Step, rows: Sequence[PackedRow], coefficient: float = 0.0
 ) -> tuple[torch.Tensor, list[LossOutput]]:
-    """As in the trainer: the sum over micro-batches, by the step's denominator."""
+    """Sum the loss over micro-batches, divided by the step's denominator."""
     batch = step.batch(rows)
     batch = entropy.with_step_entropy(batch, objective, coefficient, lambda row: step.entropies[row.labels].detach())
     outputs = [
@@ -148,6 +145,6 @@ def our_loss(
 
 
 def gradients(value: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradient of each leaf; zeros for an unused leaf."""
+    """Return the gradient of each leaf, with zeros for an unused leaf."""
     found = torch.autograd.grad(value, leaves, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]

@@ -1,4 +1,4 @@
-"""Folders as runs leave them, made up: any number of steps, with whatever a report has to survive.
+"""Made-up folders of runs, with whatever a report has to survive.
 
 python tests/helpers/made_up_run.py FOLDER --steps 60 --tools --alarms --hostile
 """
@@ -33,7 +33,7 @@ HOSTILE = (
     "javascript:window.hacked=1",
 )
 
-# Lines of events.jsonl, and records of samples, that no run should have written.
+# lines and records that no run writes
 WRONG = [
     b"",
     b"\n",
@@ -85,16 +85,12 @@ WRONG_SAMPLES = [
 
 @dataclass
 class MadeUp:
-    """A run to write.
-
-    ``variants``: how many different completions there are; a step's completions are drawn from them, so that large runs
-    are written in seconds.
-    """
+    """A run to write. A step's completions are drawn from ``variants`` different ones, so that writing is fast."""
 
     steps: int = 30
     groups: int = 4  # per step
     size: int = 8  # completions of a group
-    tokens: int = 60  # of a completion, at most
+    tokens: int = 60  # maximum of a completion
     recorded: int = 2  # groups per step with samples
     ranks: int = 1
     tools: bool = False
@@ -105,14 +101,13 @@ class MadeUp:
     seed: int = 0
     variants: int = 0
     learning_rate: float = 1e-5
-    gain: float = 1.0  # how fast the reward rises
+    gain: float = 1.0  # speed of the reward's rise
 
     @property
     def reward_names(self) -> list[str]:
         return ["last_number", "short" + (HOSTILE[1] if self.hostile else "")]
 
     def write(self, folder: Path) -> Path:
-        """Write the run's folder."""
         report = folder / "_report"
         report.mkdir(parents=True, exist_ok=True)
         with (report / "events.jsonl").open("w") as file:

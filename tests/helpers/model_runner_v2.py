@@ -1,8 +1,8 @@
-"""The tests that are run with vLLM's Model Runner V2 too, which its engines have on a GPU (see v2/sitecustomize.py).
+"""The tests that also run with vLLM's Model Runner V2, which its engines have on a GPU (see v2/sitecustomize.py).
 
     python tests/helpers/model_runner_v2.py [--small] [PYTEST'S ARGUMENTS]      # `make test-v2`
 
-Triton's kernels run in its interpreter, some 40 tokens a second.
+Triton's kernels run in its interpreter, about 40 tokens a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALL = (
     "memory/test_device_turns.py",
     "training/test_trainer.py",
 )
-# The only slow tests that run with V2: others train for long.
+# The only slow tests that run with V2.
 SLOW = (
     "test_router_replay.py::", "test_weights.py::", "test_tensor_parallel.py::test_a_mixture_of_experts_in_parts",
     "test_tensor_parallel.py::test_an_adapter_is_merged",
@@ -40,7 +40,7 @@ SMALL = (
     "engine/test_engine.py::test_sampler_and_trainer_agree_on_logprobs_in_float32",
     "engine/test_engine.py::test_asynchronous_scheduling_comes_with_model_runner_v2",
 )
-# End of a test's name -> why the test proves nothing with V2 in Triton's interpreter.
+# end of a test's name -> why it proves nothing in Triton's interpreter
 SKIPPED: dict[str, str] = {
     "replay_what_their_engine_chose[deepseek_v3]": "V2 keeps experts by the prefix cache's blocks, of which vLLM has "
     "none for latent attention on a CPU",
@@ -49,7 +49,7 @@ SKIPPED: dict[str, str] = {
 
 
 def steps(many: int) -> int:
-    """Return the steps of a longer run: two with V2, else ``many``."""
+    """Return the number of steps of a longer run: two with V2, otherwise ``many``."""
     return 2 if running() else many
 
 

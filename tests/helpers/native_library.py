@@ -14,14 +14,14 @@ from pathlib import Path
 
 
 def torch_folder() -> Path:
-    """The folder of the installed torch, without importing it."""
+    """Return the folder of the installed torch, without importing it."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0])
 
 
 def why_not() -> str:
-    """Why no library can be built or loaded here; empty: one can."""
+    """Return why no library can be built or loaded here. An empty text means that one can."""
     if runpy.run_path(str(torch_folder() / "version.py"))["cuda"] is not None:
         return "this torch is built for CUDA, and calls a real driver"
     return "" if compiler() else "there is no C++ compiler"
@@ -32,11 +32,7 @@ def compiler() -> str | None:
 
 
 def build(name: str, source: str, *libraries: str) -> Path:
-    """Compile ``source``, which takes up to a minute, or return the library of an earlier call.
-
-    Raises:
-        RuntimeError: `why_not`, or the compiler's error.
-    """
+    """Compile ``source``, which takes up to a minute, or return the library of an earlier call."""
     if reason := why_not():
         raise RuntimeError(f"{name}: {reason}")
     torch = torch_folder()

@@ -17,7 +17,7 @@ from colograd.extensions.overlap.rounds import FILE as PARTITION
 from colograd.rollout.record_file import FIGURES
 
 STEPS = 3
-# Else MKL's products depend, by their last bits, on where in memory a matrix begins.
+# Otherwise the last bits of MKL's products depend on a matrix's address.
 EXACT = tiny.clean_environment() | {"MKL_CBWR": "COMPATIBLE"}
 
 
@@ -26,7 +26,6 @@ def start(model: Path, folder: Path, mode: str, ranks: int = 2) -> subprocess.Co
 
 
 def results(folder: Path, mode: str) -> list[dict[str, Any]]:
-    """Read the results of all ranks."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{mode}-rank?.json"))]
 
 
@@ -49,10 +48,10 @@ def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
 
 
 def check_resumed(model: Path, folder: Path, mode: str, ranks: int = 2) -> None:
-    """A run that was killed in its third step goes on before a step that was trained, which takes the recorded
-    micro-batches, and one that wasn't; a replay of it has its bits."""
+    """Check that a killed run resumes before a trained step and before an untrained one, and that a replay has its
+    bits."""
     run = folder / "overlapped"
-    shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # written during the next step, and so perhaps incomplete
+    shutil.rmtree(run / "checkpoint-2", ignore_errors=True)  # perhaps incomplete, because the next step writes it
     done = start(model, folder, mode, ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     second = run / "_journal" / "step-00000001"

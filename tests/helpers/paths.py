@@ -1,4 +1,4 @@
-"""Where the files of the repository are that tests read and start."""
+"""Paths of files that tests read and start."""
 
 from pathlib import Path
 

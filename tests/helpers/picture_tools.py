@@ -1,5 +1,4 @@
-"""A vision-language model that calls, and tools and an environment that show it pictures. Imported by tests and by the
-scripts that they start."""
+"""A vision-language model that calls tools, and tools and an environment that return images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM without Colograd, in a process of its own, on a saved model folder."""
+"""vLLM without Colograd, in a process of its own, on a saved model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prompt_logprobs(
     pictures: Sequence[Image.Image] = (),
     dtype: str = "float32",
 ) -> torch.Tensor:
-    """Log-probabilities [tokens - 1] of a prompt's tokens, whose ``ids`` have a placeholder for each picture."""
+    """Return log-probabilities [tokens - 1] of a prompt, whose ``ids`` have a placeholder for each image."""
     given, found = scratch / "ids.json", scratch / "logprobs.json"
     given.write_text(json.dumps(list(ids)))
     files = [scratch / f"picture-{number}.png" for number in range(len(pictures))]

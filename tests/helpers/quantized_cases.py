@@ -1,4 +1,4 @@
-"""Runs of an adapter on a quantised base, and checks for each run."""
+"""Runs of an adapter on a quantised base, and their checks."""
 
 from __future__ import annotations
 

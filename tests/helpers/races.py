@@ -17,10 +17,10 @@ def _is_written(argument: Any) -> bool:
 
 
 class Races(TorchDispatchMode):
-    """Streams that record the operations for which they have waited.
+    """Records operations of streams, and the operations that each stream has waited for.
 
-    A race: an operation uses memory of an earlier operation on another stream, neither its own stream nor the host has
-    waited for that operation, and at least one of the two writes.
+    A race: two operations on different streams use the same memory, one of them writes, and neither stream nor host
+    waited for the earlier one.
     """
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class Races(TorchDispatchMode):
         self.present = self.computing = SimpleNamespace(known=set())
         self.used: list[
             tuple[int, int, int, Any, bool]
-        ] = []  # first and last byte, operation, stream, whether it wrote
+        ] = []  # first and last byte, operation, stream, whether the operation wrote
         self.races: list[str] = []
-        self.host: set[int] = set()  # operations that the host has waited for
+        self.host: set[int] = set()  # finished operations
         self.copied: set[int] = set()
         self.allocated: list[int] = []
         self.count = 0
@@ -59,7 +59,7 @@ class Races(TorchDispatchMode):
         self.present.known.add(self.count)
         return result
 
-    # what `torch.cuda` has
+    # functions of `torch.cuda`
 
     def Stream(self) -> Any:
         return SimpleNamespace(known=set())

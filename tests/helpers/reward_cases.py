@@ -1,4 +1,4 @@
-"""Reward functions that end in every way a function can. A module of its own, because workers import it."""
+"""Reward functions that end in every possible way. Workers import this module."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def lengths(completions: list[str], answer: list[int], **kwargs: Any) -> list[fl
 
 
 def per_answer(session: list[list[dict[str, Any]]]) -> list[list[float]]:
-    """An answer's number in its session."""
+    """Reward each answer by its number in its session."""
     return [[float(number) for number, _ in enumerate(answers)] for answers in session]
 
 
 def own_ids(completion_ids: list[list[int]], completion_mask: list[list[int]], **kwargs: Any) -> list[float]:
-    """The sum of the model's own ids."""
+    """Reward the sum of the model's own ids."""
     assert isinstance(completion_mask[0], list)
     pairs = zip(completion_ids, completion_mask, strict=True)
     return [float(sum(token for token, own in zip(*pair, strict=True) if own)) for pair in pairs]
@@ -38,7 +38,7 @@ def hanging(**kwargs: Any) -> list[float]:
 
 
 def when_told(**kwargs: Any) -> list[float]:
-    """Asleep, and so ready to be interrupted, for longer than any test."""
+    """Sleep longer than any test."""
     time.sleep(600)
     return []
 
@@ -56,7 +56,7 @@ def leaving(**kwargs: Any) -> list[float]:
 
 
 def with_alarm(completions: list[str], **kwargs: Any) -> list[float]:
-    """Set an alarm, as time-outs do. Only a main thread can set one."""
+    """Set an alarm, which only a main thread can do."""
 
     def ring(*args: Any) -> None:
         raise TimeoutError
@@ -147,7 +147,7 @@ def variety(completions: list[Any]) -> list[float]:
 
 
 def faulty(completions: list[Any], **kwargs: Any) -> Any:
-    """Ends in the way that the file REWARD_FAULT_FILE names; as a reward should, where it names none."""
+    """End in the way that the file REWARD_FAULT_FILE names."""
     with open(os.environ["REWARD_FAULT_FILE"]) as file:
         case = file.read()
     size = len(completions)
@@ -166,7 +166,7 @@ def faulty(completions: list[Any], **kwargs: Any) -> Any:
 
 
 def in_order(completions: list[Any], answer: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
-    """`variety` in a fixed order. REWARD_ORDER has a folder and, by answer, the call that must end before."""
+    """Reward like `variety`, in the order of calls that the folder REWARD_ORDER names by answer."""
     folder, waits_for = json.loads(os.environ.get("REWARD_ORDER", '["", {}]'))
     before = waits_for.get(answer[0])
     while before and not (Path(folder) / before).exists():

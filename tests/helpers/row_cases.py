@@ -50,7 +50,7 @@ GATED_DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-# Models with recurrent layers: together with attention, or alone.
+# models with recurrent layers
 RECURRENT: dict[str, Callable[[], Any]] = {
     "qwen3_5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SHAPE | GATED_DELTA)),
     "qwen3_5_moe": lambda: hf.Qwen3_5MoeForCausalLM(
@@ -79,7 +79,7 @@ MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
 
 
 def make(build: Callable[[], Any]) -> Any:
-    """Random weights that make each token's distribution depend on its context."""
+    """Make random weights, so that each token's distribution depends on its context."""
     torch.manual_seed(0)
     model = build()
     with torch.no_grad():
@@ -90,7 +90,6 @@ def make(build: Callable[[], Any]) -> Any:
 
 
 def make_groups() -> list[ScoredGroup]:
-    """Ragged: prompts of 1 to 12 tokens, completions of 1 to 11."""
     generator = torch.Generator().manual_seed(3)
     groups = []
     for position, (prompt, *completions) in enumerate(([12, 11, 1, 7], [1, 4, 9, 2], [6, 1, 8, 8])):

@@ -9,7 +9,7 @@ import torch
 
 
 def kept(model: Any, forward: Callable[[], Any]) -> int:
-    """Bytes that autograd holds for the backward pass, each storage once, without the parameters."""
+    """Return the bytes that autograd holds for the backward, each storage once, without the parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
     alive: list[torch.Tensor] = []
@@ -18,7 +18,7 @@ def kept(model: Any, forward: Callable[[], Any]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             found[storage.data_ptr()] = storage.nbytes()
-        alive.append(tensor)  # so that no address is used twice
+        alive.append(tensor)  # no address is used twice
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

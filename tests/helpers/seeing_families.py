@@ -16,7 +16,7 @@ SHAPE: dict[str, Any] = {
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# family -> its class, and the configurations of its text, its tower and the whole model
+# family -> class, and the configurations of text, tower and model
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": (
         "Qwen3_5ForConditionalGeneration",
@@ -84,7 +84,7 @@ def make(family: str) -> Any:
 
 
 def make_model(folder: Path, family: str) -> Path:
-    """Save a random model and the tests' tokenizer; it has no processor."""
+    """Save a random model and the tests' tokenizer, without a processor."""
     make(family).save_pretrained(folder)
     tiny.make_tokenizer().save_pretrained(folder)
     return folder

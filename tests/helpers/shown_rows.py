@@ -1,4 +1,4 @@
-"""The completions that a run shows token by token, as its report reads them."""
+"""The completions of a run as its report reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colograd.rollout.record_file import Record, RecordFile, read_records
 
 
 def samples_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """All of a run; of a completion that was recorded twice, the later one."""
+    """Return all completions of a run. If one was recorded twice, the later record counts."""
     path, found = Path(run_dir) / FOLDER / SAMPLES, dict[Any, dict[str, Any]]()
     for record in read_records(path) if path.is_file() else ():
         for entry in json.loads(record.content):
@@ -22,7 +22,7 @@ def samples_of(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def sample_entries(*args: Any) -> list[dict[str, Any]]:
-    """Entries that a report reads after `shown_completions(*args)`."""
+    """Return the entries that a report reads after `shown_completions(*args)`."""
     return json.loads(json_line(shown_completions(*args)))
 
 

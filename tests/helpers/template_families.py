@@ -1,4 +1,4 @@
-"""Chat templates of many families, a tokenizer for each, and how their models write turns, in random tokens."""
+"""Chat templates of many families, a tokenizer for each, and random turns of their models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Family:
 
 
 def dumped(draw: random.Random, value: Any) -> str:
-    """JSON as a model writes it: not always as a template would."""
+    """Write JSON as a model does, not always as a template would."""
     return json.dumps(value, separators=draw.choice([(",", ":"), (", ", ": "), (" , ", " : ")]))
 
 
@@ -119,7 +119,7 @@ FAMILIES = ["smollm2", "qwen2.5", "qwen3", "qwen3.5", "glm-4.5", "gpt-oss", "lla
 
 
 def tokenizer_of(family: Family) -> Any:
-    """Bytes and merges of the words that are used, so that texts have several tokenisations."""
+    """Make a tokenizer of bytes and merges, so that texts have several tokenisations."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -146,7 +146,7 @@ class Model:
         return " ".join(self.draw.choice(WORDS) for _ in range(self.draw.randint(1, most)))
 
     def tokens(self, text: str) -> list[int]:
-        """A text in one of its many tokenisations: cut anywhere but within a special token."""
+        """Tokenise a text in one of its many ways. Only special tokens stay whole."""
         canonical = self.tokenizer(text, add_special_tokens=False).input_ids
         if self.draw.random() < 0.3:
             return canonical

@@ -1,6 +1,6 @@
-"""A model and a task small enough for a test, real enough for vLLM. Imported by tests and by the scripts they start.
+"""A model and a task that are small enough for a test, and real enough for vLLM.
 
-Reward workers import it too, for the functions below, and so it imports torch and datasets where they are used.
+Reward workers import this module, so it imports torch and datasets inside functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from datasets import Dataset
 
-PATIENCE = 1000  # seconds after which something hangs: nothing is that slow, on any machine
+PATIENCE = 1000  # A test that takes more seconds hangs.
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -34,7 +34,7 @@ TOOL_TEMPLATE = (
 
 
 def make_tokenizer() -> Any:
-    """Bytes, an end token and a padding token: 258 entries."""
+    """Make a tokenizer of bytes, an end token and a padding token: 258 entries."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -92,7 +92,7 @@ def make_model(
         assert family == "gemma3", family
         window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
         model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(head_dim=32, query_pre_attn_scalar=32, **window, **shape))
-    with torch.no_grad():  # the usual 0.02 gives flat distributions: make samples depend on the weights
+    with torch.no_grad():  # With the usual 0.02 samples wouldn't depend on the weights.
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.dim() >= 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
     model.save_pretrained(folder)
@@ -101,14 +101,14 @@ def make_model(
 
 
 def head_only(weight: torch.Tensor, bias: torch.Tensor, scale: float, softcap: float) -> Any:
-    """A head, and the configuration from which its logits are computed: what is read of a teacher."""
+    """Make a head, and the configuration of its logits."""
     text = SimpleNamespace(logits_scaling=1 / scale, final_logit_softcapping=softcap)
     head, config = SimpleNamespace(weight=weight, bias=bias), SimpleNamespace(get_text_config=lambda: text)
     return SimpleNamespace(config=config, get_output_embeddings=lambda: head)
 
 
 def _qwen3_moe(shape: dict[str, Any]) -> Any:
-    """The first layer without experts, as some checkpoints have it."""
+    """Qwen3 with experts in all layers but the first."""
     import transformers as hf
 
     routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
@@ -123,7 +123,7 @@ def _mixtral(shape: dict[str, Any]) -> Any:
 
 
 def _glm4_moe(shape: dict[str, Any]) -> Any:
-    """Sigmoid scores with a correction that isn't trained, a shared expert, and a first layer without experts."""
+    """GLM 4 with sigmoid scores, an untrained correction, a shared expert, and a first layer without experts."""
     import transformers as hf
 
     routing = {
@@ -137,7 +137,7 @@ def _glm4_moe(shape: dict[str, Any]) -> Any:
 
 
 def _gpt_oss(shape: dict[str, Any]) -> Any:
-    """Sinks in its attention, windows in every other layer, biases in its experts."""
+    """GPT-OSS with attention sinks, windows in every other layer, and biases in the experts."""
     import transformers as hf
 
     routing = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128}
@@ -145,7 +145,7 @@ def _gpt_oss(shape: dict[str, Any]) -> Any:
 
 
 def _qwen2_moe(shape: dict[str, Any]) -> Any:
-    """A shared expert with a gate."""
+    """Qwen2 with a gated shared expert."""
     import transformers as hf
 
     routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -169,7 +169,7 @@ EXPERTS = {
 
 
 def prompts(size: int = 16) -> Dataset:
-    """Conversations of different lengths, with a column for the reward."""
+    """Make conversations of different lengths, with a column for the reward."""
     from datasets import Dataset
 
     return Dataset.from_list(
@@ -181,18 +181,18 @@ def prompts(size: int = 16) -> Dataset:
 
 
 def vowels(completions: list[Any], **kwargs: Any) -> list[float]:
-    """A reward that differs between random completions: the share of bytes below 'm'."""
+    """Return the share of bytes below 'm', which differs between random completions."""
     texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
     return [sum(ord(char) % 7 for char in text) / (6 * max(len(text), 1)) for text in texts]
 
 
 def small_letters(completions: list[Any], **kwargs: Any) -> list[float]:
-    """The share of a completion's 16 places that hold a small letter: a tenth at random."""
+    """Return the share of a completion's 16 places that hold a small letter: about a tenth at random."""
     return [sum("a" <= char <= "z" for char in completion[0]["content"]) / 16 for completion in completions]
 
 
 def config(output_dir: str | Path, **changes: Any) -> Any:
-    """A GRPOConfig for four steps of float32 training on two threads."""
+    """Make a GRPOConfig for four steps of float32 training on two threads."""
     from colograd import GRPOConfig
 
     settings: dict[str, Any] = {
@@ -215,7 +215,7 @@ def config(output_dir: str | Path, **changes: Any) -> Any:
 
 
 def trainer_arguments(**sources: Any) -> Any:
-    """The arguments of a trainer that choose a rollout source."""
+    """Make the arguments of a trainer that choose a rollout source."""
     from colograd.rollout.features import SOURCES, TrainerArguments
 
     given = dict.fromkeys(TrainerArguments.__dataclass_fields__) | {"replaced": frozenset(), "samples": True}
@@ -223,7 +223,7 @@ def trainer_arguments(**sources: Any) -> Any:
 
 
 def optimizer_state(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """A checkpoint's optimizer state by parameter name, of a run that shared nothing out; tensors are flat."""
+    """Read the flat optimizer state by parameter name, of a run without sharding."""
     from safetensors.torch import load_file
 
     state: dict[str, dict[str, torch.Tensor]] = {}
@@ -238,7 +238,7 @@ def optimizer_state(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
 ONE_BY_ONE = {"vllm_engine_kwargs": {"max_num_seqs": 1}}
 
 
-# For `carry_over`: an eighth of the tokens ends a completion, so that lengths differ.
+# for `carry_over`: an eighth of the tokens ends a completion
 CARRYING: dict[str, Any] = {
     "carry_over": 0.6, "generation_kwargs": {"stop_token_ids": [*range(3, 256, 8)]}, "max_completion_length": 48,
     "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "journal": "keep", "learning_rate": 3e-3,
@@ -259,7 +259,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def remembered_groups(trainer: Any) -> list[Any]:
-    """The groups that a trainer generates from now on."""
+    """Return a list that gets the groups that a trainer generates."""
     seen: list[Any] = []
     generate = trainer.generate
 
@@ -273,7 +273,7 @@ def remembered_groups(trainer: Any) -> list[Any]:
 
 
 def recipe(model: Any, **changes: Any) -> dict[str, Any]:
-    """A recipe for a tiny model, read in the folder of this file."""
+    """Make a recipe for a tiny model, which is read in the folder of this file."""
     found = {
         "model_name_or_path": str(model),
         "dtype": "float32",

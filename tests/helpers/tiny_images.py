@@ -1,4 +1,4 @@
-"""Vision-language models small enough for a test, with their processors, in folders that transformers and vLLM load."""
+"""Vision-language models that are small enough for a test, with their processors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ONE_TILE = {"size": {"longest_edge": SIDE}, "max_image_size": {"longest_edge": S
 
 
 def make_model(folder: Path, family: str, seed: int = 0, **shape: Any) -> Path:
-    """Save a random model of the family and its processor."""
+    """Save a random model and its processor."""
     model, tokenizer = random_model(family, seed, **shape)
     model.save_pretrained(folder)
     if family == "gemma3_vl":
@@ -48,8 +48,7 @@ def make_model(folder: Path, family: str, seed: int = 0, **shape: Any) -> Path:
 
 
 def _name_as_published(file: Path) -> None:
-    """Rename a tower's weights as published checkpoints name them. transformers saves a model that was never loaded
-    under names of its own, which vLLM doesn't know."""
+    """Rename a tower's weights as in published checkpoints, because vLLM doesn't know transformers' own names."""
     from safetensors.torch import load_file, save_file
 
     weights = {name.replace("vision_tower.", "vision_tower.vision_model."): of for name, of in load_file(file).items()}
@@ -57,7 +56,7 @@ def _name_as_published(file: Path) -> None:
 
 
 def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
-    """A random model of the family, and its tokenizer.
+    """Make a random model of the family, and its tokenizer.
 
     Args:
         shape: of the language model; ``vision``: of the tower, by the family's names.
@@ -77,10 +76,10 @@ def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
     )
     with torch.no_grad():  # see `tiny.make_model`
         for parameter in model.parameters():
-            if parameter.dim() >= 2 and not parameter.any():  # Gemma 3's projector, which would hide the pictures
+            if parameter.dim() >= 2 and not parameter.any():  # e.g. Gemma 3's projector, which would hide the images
                 torch.nn.init.normal_(parameter, std=0.1)
             parameter.mul_(3.0) if parameter.dim() >= 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
-        for name, buffer in model.named_buffers():  # Gemma 4's, as training left them
+        for name, buffer in model.named_buffers():  # Gemma 4's bounds and scales
             if name.endswith(("input_min", "output_min", "input_max", "output_max")):
                 buffer.fill_(2.0 if name.endswith("max") else -2.0)
             elif name.endswith(("std_bias", "std_scale", "layer_scalar")):
@@ -107,14 +106,14 @@ def _ends(tokenizer: Any) -> dict[str, Any]:
 
 
 def _idefics3(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """4 tokens an image."""
+    """Images of 4 tokens."""
     import transformers as hf
 
     return _in_tiles(hf.Idefics3Config, hf.Idefics3ForConditionalGeneration, shape)
 
 
 def _smolvlm(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """SmolVLM: tiles of an image, as in Idefics3."""
+    """Images in tiles, as in Idefics3."""
     import transformers as hf
 
     return _in_tiles(hf.SmolVLMConfig, hf.SmolVLMForConditionalGeneration, shape)
@@ -154,7 +153,7 @@ def _smolvlm_processor(tokenizer: Any) -> Any:
 
 
 def _qwen2_5_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """A token for each 28 x 28 pixels, whose number depends on the image's size; M-RoPE positions."""
+    """Images with a token for each 28 x 28 pixels, and M-RoPE positions."""
     import transformers as hf
 
     tokenizer, seeing = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>"), shape.pop("vision", {})
@@ -206,7 +205,7 @@ def _qwen3_vl_processor(tokenizer: Any) -> Any:
 
 
 def _qwen3_5(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Like `_qwen2_5_vl`, with language-model layers that carry a state."""
+    """Like `_qwen2_5_vl`, with recurrent language-model layers."""
     import transformers as hf
 
     tokenizer, seeing = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>"), shape.pop("vision", {})
@@ -244,7 +243,7 @@ def _qwen_images(hf: Any, patch_size: int) -> Any:
 
 
 def _mistral3(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """A token for each 16 x 16 pixels, and one behind each row of them."""
+    """Images with a token for each 16 x 16 pixels, and a token behind each row."""
     import transformers as hf
 
     tokenizer, seeing = _tokenizer(MISTRAL3, MISTRAL3[0]), shape.pop("vision", {})
@@ -270,7 +269,7 @@ def _mistral3_processor(tokenizer: Any) -> Any:
 
 
 def _internvl(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """4 tokens for each of a picture's tiles, between two others."""
+    """Images with 4 tokens for each tile, between two other tokens."""
     import transformers as hf
 
     tokenizer, seeing = _tokenizer(INTERNVL, INTERNVL[2]), shape.pop("vision", {})
@@ -297,7 +296,7 @@ def _internvl_processor(tokenizer: Any) -> Any:
 
 
 def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """4 tokens an image, which see each other both ways."""
+    """Images of 4 tokens, which attend bidirectionally."""
     import transformers as hf
 
     named = {"boi_token": GEMMA3[0], "eoi_token": GEMMA3[1], "image_token": GEMMA3[2]}
@@ -330,8 +329,7 @@ def gemma3_processor(tokenizer: Any) -> Any:
 
 
 def _gemma4(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Up to 70 tokens an image, depending on its shape. As the small ones are published: embeddings of each layer,
-    layers that share keys and values, clipped layers in the tower, and an audio tower."""
+    """Images of up to 70 tokens, per-layer embeddings, shared keys and values, a clipped tower, and an audio tower."""
     text = {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [*WINDOWS, *WINDOWS],
         "hidden_size_per_layer_input": 16, "use_double_wide_mlp": True,
@@ -344,8 +342,7 @@ def _gemma4(shape: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _gemma4_both_ways(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Like `_gemma4`, in the form of the large models: an image's tokens see each other in layers with a window, and
-    the other layers use keys as values."""
+    """Like `_gemma4`, with bidirectional image tokens in layers with a window. The others use keys as values."""
     text = {
         "layer_types": [*WINDOWS], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
         "use_bidirectional_attention": "vision",
@@ -420,7 +417,7 @@ PROCESSORS = {
 
 
 def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelInput:
-    """A prompt with pictures of noise, as a processor would make it."""
+    """Make a prompt with images of noise, as a processor would."""
     draw = torch.Generator().manual_seed(seed)
     token, per_picture = model.config.image_token_id, 2 if family.startswith("qwen") else 4
     ids, places, engine_ids = [11 + seed], [], [11 + seed]
@@ -449,7 +446,7 @@ def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelI
         vision = model.config.vision_config
         side = 2 * vision.pooling_kernel_size  # patches
         grid = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1).view(1, -1, 2)
-        patches = torch.nn.functional.pad(grid, (0, 0, 0, side**2), value=-1)  # half of it is filled up
+        patches = torch.nn.functional.pad(grid, (0, 0, 0, side**2), value=-1)  # half of the patches are padding
         pixels = torch.rand(pictures, side**2, 3 * vision.patch_size**2, generator=draw)
         inputs = {
             "pixel_values": torch.nn.functional.pad(pixels, (0, 0, 0, side**2)),
@@ -467,14 +464,14 @@ def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelI
 
 
 def picture(number: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
-    """An image with a colour gradient that depends on ``number``."""
+    """Make an image with a colour gradient that depends on ``number``."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     planes = [(x * 5 + number * 40) % 256, (y * 5 + number * 90) % 256, torch.full_like(x, (number * 50) % 256)]
     return Image.fromarray(torch.stack(planes, -1).to(torch.uint8).numpy())
 
 
 def prompts(size: int = 8, images: int = 1) -> Dataset:
-    """Conversations with ``images`` pictures each, of different sizes."""
+    """Make conversations with ``images`` images each, of different sizes."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"{'see ' * (i % 3)}{i}"}],

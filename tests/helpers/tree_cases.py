@@ -12,8 +12,7 @@ from colograd.extensions.agents.branches import Branch, branches_of
 
 
 def sequences(rollout: Rollout) -> Iterator[Rollout]:
-    """Yield a tree's branches as plain rollouts. Each has all tokens that it sees. A sampled token counts in the first
-    branch that has it."""
+    """Yield a tree's branches as plain rollouts. A sampled token counts in the first branch that has it."""
     tree = branches_of(rollout) or (Branch(len(rollout.completion_ids), prompt=len(rollout.input)),)
     ends = set(range(len(tree))) - {branch.after for branch in tree}
     starts = [sum(branch.length for branch in tree[:index]) for index in range(len(tree))]

@@ -1,7 +1,6 @@
 """The installed TRL as an oracle: `GRPOTrainer`'s own methods on a trainer that was never constructed.
 
-There is no model, engine or tokenizer: inputs of the methods are replaced by given tensors, on one rank with one
-micro-batch. No code of TRL is repeated here.
+Inputs of the methods are replaced by tensors. No code of TRL is repeated here.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def one_rank() -> SimpleNamespace:
 
 
 def bare_trainer(**settings: Any) -> Any:
-    """A `trl.GRPOTrainer` with attributes alone; ``settings`` are fields of TRL's configuration, else its defaults."""
+    """Make a `trl.GRPOTrainer` with attributes only. ``settings`` are fields of TRL's configuration."""
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -72,10 +71,10 @@ def loss_inputs(
     old: torch.Tensor,
     reference: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """What `_generate_and_score_completions` gives to the loss: masks, corrections, denominators.
+    """Return the inputs of the loss, as `_generate_and_score_completions` does.
 
     Args:
-        lengths, truncated, masks, sampler_logprobs: of each completion [B]; None: the sampler gave no probability.
+        lengths, truncated, masks, sampler_logprobs: one entry per completion; None: the sampler gave no probability.
         old, reference: (B, T) log-probabilities.
     """
     completions = [[OTHER] * (n - 1) + [OTHER if cut else END] for n, cut in zip(lengths, truncated, strict=True)]
@@ -91,11 +90,10 @@ def loss_inputs(
 
 
 def loss_of(trainer: Any, inputs: dict[str, Any], logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
-    """`_compute_loss` for the policy's (B, T) log-probabilities and entropies."""
+    """Call `_compute_loss` with the policy's (B, T) log-probabilities and entropies."""
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logprobs, entropies, None)
     return trainer._compute_loss(trainer.model, inputs)
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
-    """Return the last logged value of each metric."""
     return {name: values[-1] for name, values in trainer._metrics["train"].items()}

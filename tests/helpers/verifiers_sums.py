@@ -1,4 +1,4 @@
-"""An environment of the package `verifiers`: sums, with a tool server of its own, which `python -m` runs."""
+"""An environment of the package `verifiers`: sums, with a tool server that `python -m` runs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, Logged, MicroBatch, ModelInput, Prompt, Rollout, ScoredGroup
-from colograd.extensions.recording.group_views import MOST_OF_A_STEP, shown_completions
+from colograd.extensions.recording.group_views import STEP_TOKENS, shown_completions
 from colograd.policy import padded
 from colograd.policy.merged_attention import Call, calls_at_once, calls_one_by_one
 from colograd.policy.packing import collate, plan_rows
@@ -97,4 +97,4 @@ def test_samples_of_a_step_have_a_bound(group: ScoredGroup) -> None:
     words: Any = lambda ids: [f" {token}" for token in ids]  # noqa: E731
     shown = shown_completions([(group, [0.0] * COUNT)], "train", ["right"], trainer, words, False)
     assert all(len(each["trainer"]) == 4096 and each["cut"] for each in shown)
-    assert len(json.dumps(shown)) < 40 * MOST_OF_A_STEP
+    assert len(json.dumps(shown)) < 40 * STEP_TOKENS

@@ -1,8 +1,4 @@
-"""`Replayer`: a `GRPOTrainer` that trains a run's recorded steps again, without vLLM and without reward functions.
-
-It loads the last checkpoint before the steps (or starts from the model), trains the recorded groups from there to the
-last step, and compares the loss and gradient norm with the recorded ones.
-"""
+"""A trainer that trains a run's recorded steps again, without vLLM and without reward functions."""
 
 from __future__ import annotations
 
@@ -30,20 +26,18 @@ from ...training.checkpointer import Checkpointer
 from ...training.preparation import PreparedRun, reader_of
 from ...training.recorded_settings import OF_GROUPS, settings_of
 
-LARGEST_FIGURES = 2**24  # Maximum number of bytes that are read of each `steps.jsonl`.
-PROFILE_ROWS = 30  # Maximum rows of the profile's table of operators.
+MOST_FIGURE_BYTES = 2**24  # of each `steps.jsonl`
+PROFILE_ROWS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The request of a replay: train steps ``first`` to ``last`` of the run in folder ``run`` again."""
-
     run: Path
     first: int
     last: int
 
     def starts(self) -> list[int]:
-        """Return the steps that training can start from, latest first: checkpoints before ``first``, then 0."""
+        """Return the checkpoints before ``first``, latest first, and then 0 for the model."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
@@ -60,7 +54,6 @@ class ReplayStore(RolloutStore):
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:
-        """Raise an error unless all groups from step ``start`` to the last are recorded, with equal `OF_GROUPS`."""
         for number, folder in self._folders():
             for path, found, _ in files_of(folder) if number >= start else ():
                 self._check_settings(found, path)
@@ -85,11 +78,11 @@ class ReplayStore(RolloutStore):
         raise JournalError(problem)
 
     def _open(self, folder: Path, about: About, evaluation: str) -> None:
-        """Open no file for writing. Method `add` then writes nothing."""
+        """Open no file, so that method `add` writes nothing."""
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Only warn if other weights sampled the groups, because changed training settings lead to other weights."""
+        """Only warn, because changed training settings lead to other weights."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:
@@ -104,9 +97,9 @@ class ReplayStore(RolloutStore):
 
 
 def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """Read `steps.jsonl`: optimizer step -> loss and gradient norm. If a step has several lines, the first counts."""
+    """Read the loss and gradient norm by step. If a step has several lines, the first counts."""
     figures_of = dict[int, dict[str, float]]()
-    for step, entry in steps_in(folder / FIGURES, LARGEST_FIGURES):
+    for step, entry in steps_in(folder / FIGURES, MOST_FIGURE_BYTES):
         try:
             figures_of.setdefault(step, {str(name): float(value) for name, value in entry.items()})
         except (ValueError, TypeError, OverflowError):
@@ -119,18 +112,15 @@ def _shown(figures: Mapping[str, float]) -> str:
 
 
 class ReplaySampler(Sampler):
-    """A `Sampler` that returns only recorded groups, without vLLM and without calls of reward functions."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        # In the rollout log the first rank of an engine has the groups of all the engine's ranks.
+        # The first rank of an engine recorded the groups of all its ranks.
         self.on_leader = lambda draw, others: others if self.config.layout.engine_place else draw()
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def generate(self, prompts: Sequence[Prompt], own: Any = None) -> Iterator[Group]:
-        """Raise an error if groups are missing in the rollout log, because a replay can't sample."""
         if prompts:
             positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
             raise ValueError(
@@ -142,7 +132,7 @@ class ReplaySampler(Sampler):
 
 
 class Unasked:
-    """A stand-in for a reward function. It raises an error when called, because a replay uses recorded rewards."""
+    """Stand-in for a reward function, because a replay uses recorded rewards."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -152,9 +142,7 @@ class Unasked:
 
 
 class Replayer(GRPOTrainer):
-    """A trainer of recorded steps. ``args`` is the run's configuration with a temporary output_dir and `journal: keep`,
-    without saving, evaluation and reports. ``flags`` are the command's flags that changed settings. ``profile`` is the
-    folder of a torch profile: a trace for chrome://tracing or Perfetto, and an operator table per rank."""
+    """A trainer of recorded steps. ``flags`` are the command's changed settings, ``profile`` is a folder."""
 
     samples = False
 
@@ -173,7 +161,7 @@ class Replayer(GRPOTrainer):
         with on_all_ranks("the journal"):
             recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
-            functions = as_list(reward_funcs)  # Environments add their reward functions later.
+            functions = as_list(reward_funcs)  # environments add theirs later
             rewards = [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
             if 0 < args.max_steps < replay.last:
                 raise ValueError(
@@ -184,10 +172,10 @@ class Replayer(GRPOTrainer):
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
-        self._recorded: dict[int, dict[str, float]] = {}  # Recorded loss and gradient norm by step.
+        self._recorded_figures: dict[int, dict[str, float]] = {}
         for folder in self.rounds.rounds().values():
-            self._recorded |= read_figures(folder)
-        self._apart: list[dict[str, float]] = []  # Differences from recorded figures, one entry per replayed step.
+            self._recorded_figures |= read_figures(folder)
+        self._apart: list[dict[str, float]] = []  # differences from the record, one entry per step
 
     sampler_class = ReplaySampler
 
@@ -198,7 +186,6 @@ class Replayer(GRPOTrainer):
         return super()._make_sampler(task)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train from the last checkpoint, or the model, to the end of the last step, and print a comparison."""
         output = super().train()
         equal = sum(not any(each.values()) for each in self._apart)
         line = f"replay: {equal} of {len(self._apart)} step(s) came out bit for bit as recorded"
@@ -218,7 +205,6 @@ class Replayer(GRPOTrainer):
         return super().training_step(*args, **kwargs)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
-        """Print a replayed step with its recorded figures. Steps before the first requested step aren't printed."""
         step, figures = self.state.global_step, self.learner.figures
         self.control.should_training_stop |= step >= self.replay.last
         if step < self.replay.first:
@@ -227,12 +213,12 @@ class Replayer(GRPOTrainer):
         if self.profile is not None and step == self.replay.last:
             with on_all_ranks("the profile"):
                 written = self._write_profile(self.profile)
-        line, was = f"replay: step {step}: {_shown(figures)}", self._recorded.get(step)
+        line, was = f"replay: step {step}: {_shown(figures)}", self._recorded_figures.get(step)
         if was is not None:
             self._apart.append({name: abs(value - was.get(name, math.nan)) for name, value in figures.items()})
             is_equal = not any(self._apart[-1].values())
             line += "; as recorded, bit for bit" if is_equal else f"; recorded: {_shown(was)}"
-        elif self._recorded:
+        elif self._recorded_figures:
             line += "; no figures of its first training are recorded"
         self.console.step(step, self.state.max_steps, metrics)
         self.console.say(line)
@@ -240,7 +226,6 @@ class Replayer(GRPOTrainer):
             self.console.say(written)
 
     def _write_profile(self, folder: Path) -> str:
-        """End the profile and write its files. Return a line with the files' names, or with the error of writing."""
         self._profiler.stop()
         suffix = f"-rank{self.args.layout.rank}" if self.args.layout.world_size > 1 else ""
         trace, table = folder / f"trace{suffix}.json", folder / f"operators{suffix}.txt"
@@ -250,7 +235,7 @@ class Replayer(GRPOTrainer):
             self._profiler.export_chrome_trace(str(trace))
             rows = self._profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS)
             table.write_text(rows, encoding="utf-8")
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a file that can't be opened.
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError, too
             return f"profile: {folder} can't be written ({error})"
         return f"profile: {trace} (for chrome://tracing or Perfetto) and {table}"
 
@@ -268,7 +253,7 @@ class Replayer(GRPOTrainer):
 
 
 class ReplayCheckpoints(Checkpointer):
-    """The checkpoints of the replayed run. All ranks read them, and none writes."""
+    """The replayed run's checkpoints, read-only."""
 
     def __init__(self, trainer: GRPOTrainer, replay: Replay) -> None:
         super().__init__(trainer)
@@ -278,7 +263,6 @@ class ReplayCheckpoints(Checkpointer):
         return False
 
     def find(self, wanted: str | bool | None) -> str | None:
-        """Return the folder of the last undamaged checkpoint before the first step, or None to start from the model."""
         for start in gather(self.replay.starts())[0]:
             if not start:
                 break

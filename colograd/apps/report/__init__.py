@@ -1,4 +1,3 @@
-"""The HTML page of a run, made from the run's files without torch. `RecordedRun` and `Samples` read the files, `page`
-writes an HTML file, and `serving` shows a live page. The page's scripts are in `assets/`."""
+"""The HTML page of a run, made from the run's files without torch."""
 
 from .page import write_report

@@ -1,8 +1,4 @@
-"""A report: one HTML file that contains its data, scripts and styles, and loads nothing.
-
-Texts by models are stored as JSON with escaped `<`, or compressed (zlib, base64). The page's content security policy
-allows only scripts with a known hash, so nothing in the data can run.
-"""
+"""A report: one HTML file that loads nothing. Its content security policy allows only scripts with a known hash."""
 
 from __future__ import annotations
 
@@ -30,22 +26,19 @@ SCRIPTS = (
     "completions.js", "groups.js", "advisor.js", "settings.js", "main.js",
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
-NAME = "report.html"  # File name of a report. The model card links to this name.
-# A page gets no further step without completions, or with completions, once such steps have this number of compressed
-# bytes. Base64 makes the bytes a third larger.
+NAME = "report.html"  # The model card links to this name.
+# Maximum compressed bytes of a page's steps without and with completions. Base64 adds a third.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-STEP_BYTES = 2_000_000  # Approximate maximum bytes of a step's completions as JSON, before compression.
-
-POINTS = 2000  # Maximum points of a curve. With more steps, each point is a mean of several steps.
-MOST_SPREADS = 400  # Maximum number of steps with histograms.
-MOST_PROMPTS = 300  # Maximum number of prompts with a history, chosen by the largest reward differences.
-FLAT = 1e-6  # Rewards of a group with a smaller spread count as equal.
-STEP_GROUPS = 256  # Maximum number of groups per step.
+STEP_JSON_BYTES = 2_000_000
+POINTS = 2000
+MOST_SPREADS = 400
+MOST_PROMPTS = 300
+FLAT = 1e-6  # Rewards with a smaller spread count as equal.
+STEP_GROUPS = 256
 
 
 def report(argv: Sequence[str] | None = None) -> int:
-    """Run the command ``colograd report RUN [RUN2 ...]``. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd report",
         description="One self-contained HTML file that shows what a run did, or several runs side by side.",
@@ -90,18 +83,18 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """Return the HTML page of runs, as of each run's last `refresh`. Completions are read from their files now."""
+    """Return the HTML page of runs, as of each run's last `refresh`."""
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
-        packed: dict[int, bytes] = {}  # Step -> compressed JSON.
+        packed: dict[int, bytes] = {}
         recorded, held = {*run.samples.steps}, []
-        # Bytes of the page that are left for steps without completions, and for steps with completions.
+        # remaining bytes for steps without completions, and for steps with completions
         rooms = [ROLLOUT_BYTES // len(runs), COMPLETION_BYTES // len(runs)]
         for step in spread_out(dict(found["held"]), alarms):
             kind = int(step in recorded and rooms[1] > 0)
             if rooms[kind] > 0:
-                content = of_step(run, step, min(STEP_BYTES, 8 * rooms[1]) if kind else 0)
+                content = of_step(run, step, min(STEP_JSON_BYTES, 8 * rooms[1]) if kind else 0)
                 packed[step] = zlib.compress(compact(content).encode(), 9)
                 rooms[kind] -= len(packed[step])
                 held.append([step, kind])
@@ -110,20 +103,18 @@ def page(runs: Sequence[RecordedRun]) -> str:
             blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
         del found["changed"]  # only a live page needs it
         found["held"] = sorted(held)
-        found["chosen"] = [sum(kind for _, kind in held), len(recorded)]  # Steps with completions: in the page, in all.
+        found["chosen"] = [sum(kind for _, kind in held), len(recorded)]
         data.append(found)
     return document({"live": False, "version": __version__, "runs": data}, "\n".join(blocks))
 
 
 def compact(value: Any) -> str:
-    """Format a value as JSON without blanks. NaN raises ValueError."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
-    """Return the page's HTML. ``data`` has the keys ``runs``, ``live`` and ``version``; ``blocks`` are the HTML
-    elements with compressed steps. ``connect`` are the addresses that the page's scripts may load."""
-    # Scripts and styles are inserted without escaping, so none of these files may contain an end tag.
+    """Return the page's HTML. ``blocks`` are compressed steps, ``connect`` the addresses that scripts may load."""
+    # Scripts and styles aren't escaped, so their files may not contain an end tag.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
     digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style)]
@@ -131,20 +122,17 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
         f"default-src 'none'; script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    escaped = compact(data)  # Escaped for a script element. In JavaScript U+2028 and U+2029 are line ends.
+    escaped = compact(data)  # In JavaScript U+2028 and U+2029 are line ends.
     for character in "<>&\u2028\u2029":
         escaped = escaped.replace(character, f"\\u{ord(character):04x}")
     parts = {"POLICY": policy, "STYLE": style, "DATA": escaped, "BLOCKS": blocks, "SCRIPT": script}
     parts["VERSION"] = __version__
     template = (ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # `{{...}}` in inserted parts stays.
-
-
-# -- The JSON for a page: `overview` when the page opens, `of_step` when the user opens a step.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)
 
 
 def overview(run: RecordedRun) -> dict[str, Any]:
-    """Return a run's data without completions. Long curves are thinned out: each point is a mean of several steps."""
+    """Return a run's data without completions. Points of long curves are means of several steps."""
     (steps, columns), (evaluated, of_evaluations) = run.steps.columns(), run.evaluations.columns()
     every, spreads = max(1, math.ceil(len(steps) / POINTS)), sorted(run.spreads, reverse=True)
     spreads = spreads[:: max(1, math.ceil(len(spreads) / MOST_SPREADS))]
@@ -160,7 +148,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
             "max_steps": whole(run.start.get("max_steps")),
             "begun": begun,
             "seen": run.last_time,
-            "recorded": bool(begun),  # Whether Colograd recorded the run.
+            "recorded": bool(begun),  # whether Colograd recorded the run
         },
         "starts": [{name: value for name, value in start.items() if name != "run"} for start in run.starts],
         "run": mapping(run.start.get("run")),
@@ -175,16 +163,16 @@ def overview(run: RecordedRun) -> dict[str, Any]:
         "groups": groups_over_time(run),
         "prompts": (prompts := prompt_histories(run)),
         "texts": _texts(run, (row[0] for row in prompts["shown"])),
-        # Pairs (step, whether the step has completions), and the number of the step's last change.
+        # pairs (step, whether the step has completions)
         "held": sorted({step: int(step in completed) for step in {*run.rollouts, *run.groups, *completed}}.items()),
         "changed": run.changed,
     }
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """Return a step's rollout events and groups, and at most about ``most_bytes`` of the step's completions."""
+    """Return a step's rollouts and groups, and about ``most_bytes`` of its completions."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
-    prompts: list[Any] = []  # Each prompt is stored once, because a group's completions share the prompt.
+    prompts: list[Any] = []  # a group's completions share one
     places: dict[str, int] = {}
     for found in completions:
         place = places.setdefault(repr(found["prompt"]), len(prompts))
@@ -193,7 +181,7 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
         found["prompt"] = place
     keys, rows = list(run.prompts), run.groups.get(step, NO_GROUPS)[:STEP_GROUPS].tolist()
     groups = [[keys[int(prompt)], *(number(value, 4) for value in values)] for prompt, *values in rows]
-    of_ranks = sorted(run.rollouts.get(step, {}).items())  # "rollout" events, in the order of ranks
+    of_ranks = sorted(run.rollouts.get(step, {}).items())
     return {
         "step": step,
         "rollouts": [{"rank": rank, **json.loads(zlib.decompress(packed))} for rank, packed in of_ranks],
@@ -219,28 +207,26 @@ def pass_mark(run: RecordedRun) -> float:
 
 
 def groups_over_time(run: RecordedRun) -> dict[str, Any]:
-    """Count per step the solved, unsolved and mixed groups, and the groups that give a gradient."""
     mark, counts = pass_mark(run), []
     for step in sorted(run.groups):
         _, _, _, mean, spread, _, signal = run.groups[step].T
         alike = ~np.isnan(mean) & ~(spread > FLAT)
         solved = alike & (mean >= mark - FLAT)
         counts.append([int(each.sum()) for each in (solved, alike & ~solved, spread > FLAT, signal == 1)])
-    columns = zip(*counts, strict=True) if counts else ((), (), (), ())
-    of_kinds = dict(zip(("solved", "unsolved", "mixed", "signal"), map(list, columns), strict=True))
+    columns = np.array(counts, int).reshape(-1, 4).T.tolist()
+    of_kinds = dict(zip(("solved", "unsolved", "mixed", "signal"), columns, strict=True))
     return {"mark": number(mark), "steps": sorted(run.groups), **of_kinds}
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Count the run's prompts. For prompts with the largest reward differences return [key, sum of spreads, history]; a
-    history is [[step, mean, spread, truncated share], ...]."""
+    """Return prompts with the largest reward differences. A history is [[step, mean, spread, truncated share], ...]."""
     steps, names = sorted(run.groups), list(run.prompts)
     rows = np.concatenate([NO_GROUPS, *(run.groups[step] for step in steps)])
     of_rows, keys = [step for step in steps for _ in run.groups[step]], rows[:, 0].astype(int)
     visits = np.bincount(keys, minlength=len(names))
     spreads = np.bincount(keys, np.abs(np.nan_to_num(rows[:, 4])), minlength=len(names))
     shown = []
-    for key in np.lexsort((-visits, -spreads))[:MOST_PROMPTS]:  # sorts by spread, then by number of visits
+    for key in np.lexsort((-visits, -spreads))[:MOST_PROMPTS]:
         history = [
             [of_rows[place], *(number(value, 4) for value in rows[place, 3:6].tolist())]
             for place in np.flatnonzero(keys == key)
@@ -256,7 +242,7 @@ def _half(amounts: Sequence[float]) -> int:
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:
-    """Return the mean of each block of ``every`` successive values. An incomplete last block is left out."""
+    """Return the means of blocks of ``every`` values, without an incomplete last block."""
     found = []
     for at in range(0, len(values) - every + 1, every):
         known = [value for value in values[at : at + every] if value is not None]
@@ -265,11 +251,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield ``steps`` in an order for a page that may have room for only some of them.
-
-    The order begins with the last step, the first step, and the steps in ``first``. The others follow, so that the
-    steps yielded so far are always spread roughly evenly. Entries of ``first`` that aren't in ``steps`` are skipped.
-    """
+    """Yield the last step, the first step, the steps in ``first``, and then the others from coarse to fine."""
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     order += [step for power in range(len(rest).bit_length(), -1, -1) for step in rest[:: 2**power]]

@@ -1,8 +1,4 @@
-"""A run's folder as plain data: its recorded events, or without events the history in `trainer_state.json`.
-
-`RecordedRun.refresh` reads only new events. It counts changes, so that `colograd watch` sends a page only new data.
-Memory grows with the number of steps and groups. Completions stay in their files.
-"""
+"""A run's folder as plain data: its recorded events, or without events the history in `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -19,41 +15,37 @@ from typing import Any
 
 import numpy as np
 
-from ...extensions.recording.event_log import BEGINNING
+from ...extensions.recording.event_log import PROMPT_CHARACTERS
 from .samples import Samples
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, texts, whole
 
 EVENTS = "_report/events.jsonl"
 STATE = "trainer_state.json"
-MOST_STATE = 2**29  # Maximum bytes of a trainer_state.json.
-MOST_NAMES = 600  # Maximum number of metrics.
-MOST_PROMPTS = 200_000  # Maximum number of prompts with a history.
+MOST_STATE_BYTES = 2**29
+MOST_METRICS = 600
+MOST_PROMPTS = 200_000
 MOST_ALARMS = 500
-MOST_LIMITS = 64  # Maximum number of reward functions per step.
+MOST_REWARDS = 64
 MOST_KNOBS = 2000
 # Columns: prompt's number, position, G, mean and spread of rewards, truncated share, 1 if the group has a signal.
 NO_GROUPS = np.empty((0, 7))
-TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # Metrics of training steps only.
+OF_TRAINING_STEPS = ("reward", "loss", "grad_norm", "learning_rate", "step_time")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class Table:
-    """Numbers by step and name."""
-
     def __init__(self) -> None:
-        # Each name -> the same name. The rows of all steps have these strings as keys, to store each string only once.
-        self.names: dict[str, str] = {}
+        self.names: dict[str, str] = {}  # interned: the rows of all steps share these strings as keys
         self.rows: dict[int, dict[str, float]] = {}
 
     def put(self, step: int, values: Mapping[str, Any]) -> None:
         row = self.rows.setdefault(step, {})
         for name, value in values.items():
             found, name = number(value), text(name, 200)
-            if found is not None and (name in self.names or len(self.names) < MOST_NAMES):
+            if found is not None and (name in self.names or len(self.names) < MOST_METRICS):
                 row[self.names.setdefault(name, name)] = found
 
     def columns(self) -> tuple[list[int], dict[str, list[float | None]]]:
-        """Return the sorted steps, and by name the values at these steps."""
         steps = sorted(self.rows)
         return steps, {name: [self.rows[step].get(name) for step in steps] for name in self.names}
 
@@ -63,25 +55,25 @@ class RecordedRun:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
-        self.change = 0  # Number of refreshes that found new data.
+        self.change = 0  # number of refreshes with new data
         self._events = Tail(self.folder, EVENTS)
         self._state_seen: tuple[str, int, int] | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.steps, self.evaluations = Table(), Table()
-        self.totals: dict[str, float] = {}  # Totals that the run logged at its end.
+        self.totals: dict[str, float] = {}
         self.starts: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
-        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Rollout events: step -> rank -> compressed.
+        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # step -> rank -> compressed event
         self.spreads: dict[int, dict[str, Any]] = {}
-        self.groups: dict[int, np.ndarray] = {}  # Step -> a row per group, with the columns of `NO_GROUPS`.
-        self.prompts: dict[str, int] = {}  # Prompts: key -> number.
-        self.texts: dict[str, str] = {}  # Prompts: key -> beginning of the text.
+        self.groups: dict[int, np.ndarray] = {}  # step -> rows with the columns of `NO_GROUPS`
+        self.prompts: dict[str, int] = {}  # key of a prompt -> number
+        self.texts: dict[str, str] = {}  # key of a prompt -> the text's beginning
         self.alarms: list[dict[str, Any]] = []
         self.last_time: float | None = None
-        self.changed: dict[int, int] = {}  # Step -> number of the last change of its rollouts, groups or completions.
+        self.changed: dict[int, int] = {}  # step -> number of its last change
         self.samples = Samples(self.folder)
 
     @property
@@ -93,7 +85,6 @@ class RecordedRun:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read new data from the run's files. Return whether there was new data."""
         self.change += 1
         fresh = False
         if self._events.restarted():
@@ -106,7 +97,7 @@ class RecordedRun:
             time, step = number(event.get("time"), 14), whole(event.get("step"))
             self.last_time = self.last_time if time is None else time
             if step is not None:
-                with contextlib.suppress(Exception):  # An error means that Colograd didn't write the line.
+                with contextlib.suppress(Exception):  # Colograd didn't write such a line
                     self._take(step, event)
         if touched := self.samples.refresh():
             fresh, self.changed = True, self.changed | dict.fromkeys(touched, self.change)
@@ -117,10 +108,9 @@ class RecordedRun:
         return fresh
 
     def _take(self, step: int, event: dict[str, Any]) -> None:
-        """Add an event to the data. Any exception means that Colograd didn't write the event."""
         match event["kind"]:
             case "start":
-                if step == 0 and not event.get("resumed") and self.steps.rows:  # A new run began in this folder.
+                if step == 0 and not event.get("resumed") and self.steps.rows:  # a new run in this folder
                     self._forget()
                 known = {name: plain(event.get(name)) for name in ("step", "max_steps", "resumed", "time")}
                 self.starts.append(known | {"run": _described(event.get("run"))})
@@ -153,7 +143,7 @@ class RecordedRun:
                     edges, counts = ([number(each, 4) for each in items(given.get(at))] for at in ("edges", "counts"))
                     if counts and len(edges) == len(counts) + 1 <= 129 and None not in (*edges, *counts):
                         found[name] = {"edges": edges, "counts": counts}
-                for name, (least, most) in [*mapping(event.get("functions")).items()][:MOST_LIMITS]:
+                for name, (least, most) in [*mapping(event.get("functions")).items()][:MOST_REWARDS]:
                     found["functions"][str(name)] = [number(least, 4), number(most, 4)]
                 self.spreads[step] = {name: value for name, value in found.items() if value}
             case "groups":
@@ -163,7 +153,7 @@ class RecordedRun:
                     if prompt not in self.prompts and len(self.prompts) >= MOST_PROMPTS:
                         continue
                     if beginning:
-                        self.texts[prompt] = text(beginning[0], BEGINNING)
+                        self.texts[prompt] = text(beginning[0], PROMPT_CHARACTERS)
                     numbers = map(number, (position, size, mean, spread, truncated, signal))
                     place = self.prompts.setdefault(prompt, len(self.prompts))
                     flat.append([place, *(math.nan if value is None else value for value in numbers)])
@@ -188,11 +178,11 @@ class RecordedRun:
             self.evaluations.put(step, evaluated)
         if "train_runtime" in rest:
             self.totals = {name: found for name, value in rest.items() if (found := number(value)) is not None}
-        elif any(name in rest for name in TRAINING):
+        elif any(name in rest for name in OF_TRAINING_STEPS):
             self.steps.put(step, rest)
 
     def _refresh_state(self) -> bool:
-        """Read `log_history` from the trainer_state.json of the run, or of its newest checkpoint, if it has changed."""
+        """Read `log_history` of the run, or of its newest checkpoint, if it has changed."""
         names = [STATE]
         with contextlib.suppress(OSError):
             found = [match for path in self.folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
@@ -206,7 +196,7 @@ class RecordedRun:
                 seen = (name, about.st_mtime_ns, about.st_size)
                 if seen == self._state_seen:
                     return False
-                state = json.load(file) if about.st_size <= MOST_STATE else None
+                state = json.load(file) if about.st_size <= MOST_STATE_BYTES else None
             if not isinstance(state, dict):
                 continue
             self._state_seen = seen
@@ -223,8 +213,7 @@ class RecordedRun:
         return False
 
 
-# Fields of a start event's `run` that a page shows, each with a function that bounds the value.
-_DESCRIPTION: dict[str, Callable[[Any], Any]] = {
+_BOUNDED_FIELDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("model", "device", "command", "peak_source"), text),
     **dict.fromkeys(("parameters", "trained_parameters", "layers", "hidden", "ranks", "peak_flops"), number),
     **dict.fromkeys(("datasets", "reward_names"), lambda value: texts(value, 256, 500)),
@@ -236,4 +225,4 @@ _DESCRIPTION: dict[str, Callable[[Any], Any]] = {
 
 
 def _described(run: Any) -> dict[str, Any]:
-    return {name: bounded(mapping(run).get(name)) for name, bounded in _DESCRIPTION.items()}
+    return {name: bounded(mapping(run).get(name)) for name, bounded in _BOUNDED_FIELDS.items()}

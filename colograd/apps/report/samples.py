@@ -1,8 +1,4 @@
-"""The completions of a step: samples that were recorded token by token, and rows of the completions log.
-
-`Samples` knows which steps have completions, and reads a step's only when a page needs them, because the completions of
-a long run don't fit into a page or into this process.
-"""
+"""Completions of a step: samples that were recorded token by token, and rows of the completions log."""
 
 from __future__ import annotations
 
@@ -22,30 +18,30 @@ from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 from .untrusted import entries, items, mapping, number, open_inside, plain, text, whole
 
 SAMPLES = "_report/samples.records"
-MOST_SAMPLES = 2**28  # Maximum bytes of a step's unpacked samples. The report skips larger records.
-LONGEST = 200_000  # Maximum characters of a completion or a prompt.
-MOST_TOKENS = 4096  # Maximum tokens of a completion.
-MOST_TURNS = 1024  # Maximum answers in an agent's session.
-MILLI = 1000  # Log-probabilities are sent as integers, in thousandths.
+MOST_SAMPLE_BYTES = 2**28
+LONGEST_TEXT = 200_000
+MOST_TOKENS = 4096
+MOST_TURNS = 1024
+MILLI = 1000  # A page gets log-probabilities in thousandths.
 PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
 _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
 
 class Samples:
-    """Finds the files with a run's completions, by step, and reads the completions of one step."""
+    """Finds a run's completions by step. They stay in their files until a page needs them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # Completions log: step -> purpose -> file.
-        self.stored: set[int] = set()  # Steps with samples.
-        self._read = 0  # Offset behind the last known record of samples.
+        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # step -> purpose -> file
+        self.stored: set[int] = set()  # steps with samples
+        self._offset = 0
 
     @property
     def steps(self) -> list[int]:
         return sorted({*self.stored, *self.files})
 
     def refresh(self) -> list[int]:
-        """Find new samples and files. Return their steps."""
+        """Return the steps of new samples and files."""
         touched = []
         with contextlib.suppress(OSError):
             for path in os.scandir(self.folder / FOLDER):
@@ -55,27 +51,27 @@ class Samples:
                     self.files[touched[-1]][match[1]] = path.name
         if (file := open_inside(self.folder, SAMPLES)) is not None:
             with file:
-                start = self._read if self._read <= os.fstat(file.fileno()).st_size else 0
+                start = self._offset if self._offset <= os.fstat(file.fileno()).st_size else 0
                 for step, length, _, _ in heads(file, start):
-                    self._read = file.tell() + length
+                    self._offset = file.tell() + length
                     if whole(step) is not None:
                         touched.append(step)
                         self.stored.add(step)
         return touched
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """Return a step's completions in whole groups, about ``most_bytes`` in all, and the number of omitted ones."""
-        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
-        for found in self._recorded(step):  # If a completion was recorded twice, the last record wins.
+        """Return whole groups, about ``most_bytes`` in all, and the number of omitted completions."""
+        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (purpose, position) -> index -> completion
+        for found in self._recorded(step):
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
         for purpose, name in sorted(self.files.get(step, {}).items()):
             if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
-                with file, contextlib.suppress(Exception):  # Reading a bad parquet file can raise any error.
+                with file, contextlib.suppress(Exception):  # a bad file can raise any error
                     for found in _rows(file, "train" if purpose == "completions" else text(purpose, 100)):
                         groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
         room = most_bytes
-        for group in groups.values():  # Groups that were recorded token by token come first.
+        for group in groups.values():  # recorded groups first
             size = sum(map(_size, group.values()))
             if not kept or size <= room:
                 room -= size
@@ -86,8 +82,8 @@ class Samples:
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
         if step in self.stored and (file := open_inside(self.folder, SAMPLES)) is not None:
             with file:
-                for record in read_records(file, lambda at: at == step, MOST_SAMPLES):
-                    with contextlib.suppress(Exception):  # Untrusted content can raise any error.
+                for record in read_records(file, lambda at: at == step, MOST_SAMPLE_BYTES):
+                    with contextlib.suppress(Exception):  # untrusted content
                         yield from filter(None, map(_recorded, json.loads(record.content)))
 
 
@@ -96,13 +92,12 @@ def _size(found: dict[str, Any]) -> int:
 
 
 def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that all completions have, with checked types and bounded sizes."""
     found = {
         "position": whole(entry.get("position")) or 0,
         "index": whole(entry.get("index")) or 0,
         "purpose": text(entry.get("purpose"), 100) or "train",
         "prompt": _prompt(entry.get("prompt")),
-        "text": text(entry.get("text"), LONGEST),
+        "text": text(entry.get("text"), LONGEST_TEXT),
         "length": whole(entry.get("length")),
         "finish": text(entry.get("finish"), 20),
         "reward": number(entry.get("reward")),
@@ -135,7 +130,7 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
         "cut": True if entry.get("cut") is True else None,
     }
     return {
-        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # A page gets the text from the tokens.
+        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # the tokens are the text
         "key": text(entry.get("key"), 64),
         "tokens": [text(token, 200) for token in tokens],
         **{name: value for name, value in optional.items() if value is not None},
@@ -151,7 +146,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """Join a list such as [1, 0, 1] into the text "101". Return None if all values are 1, or if there are too few."""
+    """Join [1, 0, 1] into "101". None means that all values are 1, or that there are too few."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None
@@ -160,13 +155,13 @@ def _bits(values: Any, many: int) -> str | None:
 
 def _prompt(value: Any) -> Any:
     if isinstance(value, str):
-        return text(value, LONGEST)
+        return text(value, LONGEST_TEXT)
     messages = (message for message in items(value)[:256] if isinstance(message, dict))
-    return [entries(each, 16, lambda v: text(v, LONGEST) if isinstance(v, str) else plain(v)) for each in messages]
+    return [entries(each, 16, lambda v: text(v, LONGEST_TEXT) if isinstance(v, str) else plain(v)) for each in messages]
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
-    """Return the answers in an agent's session, each with the index of the preceding answer. None if there are none."""
+    """Return the answers in an agent's session, each with the index of the preceding answer."""
     found: list[dict[str, Any]] = []
     for turn in map(mapping, items(value)[:MOST_TURNS]):
         after = whole(turn.get("after"))
@@ -178,10 +173,10 @@ def _session(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
-    """Yield the completions in a parquet file of a completions log, written by Colograd or TRL."""
+    """Yield the completions in a file of Colograd's or TRL's completions log."""
     file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
-    places: dict[int, int] = defaultdict(int)  # Index of a group's next completion, by the group's position.
-    prompts: dict[str, int] = {}  # First row of a prompt, by the prompt, because TRL's files have no position.
+    places: dict[int, int] = defaultdict(int)  # position -> next index
+    prompts: dict[str, int] = {}  # prompt -> first row, because TRL's files have no position
     for at, (row, values, extra) in enumerate(file.rows(pictures=True)):
         prompt, written = prompt_of(row.get("prompt")), row.get(TEXT)
         position = whole(row.get("position"))

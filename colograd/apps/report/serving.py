@@ -1,8 +1,4 @@
-"""The live page of a run: an HTTP server that only reads the run's files.
-
-It serves `/`, `/data?after=N` and `/step?step=N`. The arguments are numbers, so no part of a request becomes a path.
-The server answers only GET requests whose Host header `host_is_ours` accepts, because of DNS rebinding attacks.
-"""
+"""The live page of a run: an HTTP server that only reads the run's files."""
 
 from __future__ import annotations
 
@@ -25,20 +21,19 @@ from ... import __version__
 from .page import compact, document, of_step, overview
 from .recorded_run import RecordedRun
 
-STEP_BYTES = 8_000_000  # Approximate maximum bytes of a step's completions as JSON.
+STEP_JSON_BYTES = 8_000_000
 PORT = 8765
 HEADERS = {
     "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }  # fmt: skip
-LOOK_SECONDS = 1.0  # Minimum seconds between two looks for new data in the files, however many pages are open.
-REQUEST_SECONDS = 20  # Seconds without data after which a request is dropped.
+LOOK_SECONDS = 1.0  # between two looks for new data, however many pages are open
+REQUEST_SECONDS = 20  # a request without data for so long is dropped
 _ADDRESS = re.compile(r"/data\?after=([0-9]{1,15})|/step\?step=([0-9]{1,15})")
 
 
 def watch(argv: Sequence[str] | None = None) -> int:
-    """Run the command ``colograd watch RUN`` until Ctrl-C. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd watch", description="The page of a run, live. It reads the run's folder, and writes nothing."
     )
@@ -67,10 +62,6 @@ def watch(argv: Sequence[str] | None = None) -> int:
 
 
 class Server(ThreadingHTTPServer):
-    """HTTP server of a run's live page. It looks for new data in the run's files at most once per `LOOK_SECONDS`,
-    however many browsers have opened the page. Each request of a step reads the step's completions from their files.
-    The run's folder may not exist yet."""
-
     daemon_threads = True
     allow_reuse_address = True
 
@@ -92,15 +83,15 @@ class Server(ThreadingHTTPServer):
 
     def step(self, step: int) -> dict[str, Any]:
         with self._lock:
-            return of_step(self.run, step, STEP_BYTES)
+            return of_step(self.run, step, STEP_JSON_BYTES)
 
     def server_bind(self) -> None:
-        # HTTPServer's method looks up the host's full name, which may contact a name server.
+        # HTTPServer's method may contact a name server.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors, because a page may be closed in the middle of an answer."""
+        """Ignore pages that were closed in the middle of an answer."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -138,12 +129,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log no requests, because an open page sends one every few seconds."""
+        """Log nothing: an open page sends a request every few seconds."""
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a Host header is localhost, the --host, or an IP address (if --host is local: a loopback address).
-    A foreign page's requests have the page's name."""
+    """Return whether a Host header may be ours. In a DNS rebinding attack it has the name of a foreign page."""
     try:
         name = urlsplit(f"//{(host or '').strip()}").hostname or ""
         if name in ("localhost", served.lower()):

@@ -1,5 +1,4 @@
-"""Read files of a run that may come from anyone. Only files inside the run's folder are read. Every value gets a
-checked type and a bounded size. NaN, infinities and values of wrong types become None or empty."""
+"""Checked and bounded values from files of a run that may come from anyone. Only files in the run's folder are read."""
 
 from __future__ import annotations
 
@@ -13,17 +12,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BLOCK = 2**20
-LARGEST_STEP = 2**53  # JavaScript represents all integers below this number exactly.
-LONGEST_TEXT = 4_000  # Maximum number of characters that `text` keeps by default.
-
-
-# -- Functions that read files
+LARGEST_STEP = 2**53  # JavaScript represents smaller integers exactly.
+LONGEST_TEXT = 4_000
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a regular file inside a folder without blocking. None if it doesn't exist, or is a link to the outside."""
+    """Open a regular file inside a folder without blocking. None if it is missing or a link to the outside."""
     root = folder.resolve()
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # Circular links raise RuntimeError, "\0" ValueError.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # circular links, "\0"
         path = (root / name).resolve()
         if path.is_relative_to(root):
             number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -38,11 +34,10 @@ class Tail:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self.offset = 0  # Offset of the first byte that isn't read yet, at the start of a line.
+        self.offset = 0
         self._inode = -1
 
     def restarted(self) -> bool:
-        """Return whether the file was replaced, shortened or deleted since the last read."""
         if (file := open_inside(self.folder, self.name)) is None:
             return self.offset > 0
         with file:
@@ -53,7 +48,6 @@ class Tail:
         return True
 
     def read(self) -> Iterator[bytes]:
-        """Yield each new complete line. An incomplete last line is read the next time."""
         if (file := open_inside(self.folder, self.name)) is None:
             return
         with file:
@@ -68,15 +62,12 @@ class Tail:
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
-    """Return a line's JSON object, or None. Text that a killed run left before the last ``beginning`` is skipped."""
+    """Return a line's JSON object, or None. A killed run may have left text before the last ``beginning``."""
     for part in (line, line[max(line.rfind(beginning), 0) :]):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(part)
             return found if isinstance(found, dict) else None
     return None
-
-
-# -- Functions that check and bound values
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
@@ -99,7 +90,7 @@ def whole(value: Any) -> int | None:
 
 
 def text(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """Return a text that UTF-8 can encode, cut to ``longest`` characters. Values of other types become empty."""
+    """Return a text that UTF-8 can encode, cut to ``longest`` characters."""
     if not isinstance(value, str):
         return ""
     cut = value if len(value) <= longest else value[:longest] + " …"
@@ -115,7 +106,6 @@ def entries(value: Any, most: int, bounded: Callable[[Any], Any]) -> dict[str, A
 
 
 def plain(value: Any, depth: int = 6) -> Any:
-    """Return a JSON value with bounded texts, lists and depth, and finite numbers."""
     if isinstance(value, str):
         return text(value)
     if value is None or isinstance(value, bool):

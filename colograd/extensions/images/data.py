@@ -1,13 +1,4 @@
-"""Images in prompts and in tools' answers: from a dataset's row to the model's and the engine's inputs.
-
-As in TRL, a row's images are in its column ``images`` (a list) or ``image`` (one). The parts ``{"type": "image"}`` of
-the row's conversation mark where the images go. If no message has such a part, the images go before the first user
-message.
-
-A processor takes up to half a second for one row (SmolVLM's cuts an image into 13 tiles of 512 x 512 pixels). Most
-processors can compute the number of tokens from an image's size. A few rows are processed to check these counts. If a
-count is wrong, all rows are processed.
-"""
+"""From a dataset's row with images to the model's and the engine's inputs. The format of rows is TRL's."""
 
 from __future__ import annotations
 
@@ -36,40 +27,32 @@ from ...runtime.process import cpu_threads
 from ...training.preparation import Prompts
 from .rider import PER_TOKEN, Images, digest_of
 
-TEXT_INPUTS = ("input_ids", "attention_mask")  # Outputs of a processor that belong to the text.
-PROMPTS_IN_MEMORY = 64  # Maximum number of prompts that stay in memory with their images.
-BYTES_IN_MEMORY = 2**29  # Maximum bytes of prompts in memory, if all had the latest prompt's size.
-ROWS_LOOKED_AT = 64  # Number of rows that are searched for a prompt with images, for the check of packed rows at start.
+TEXT_INPUTS = ("input_ids", "attention_mask")
+PROMPTS_IN_MEMORY = 64
+BYTES_IN_MEMORY = 2**29
+SEARCHED_ROWS = 64
 Row = dict[str, Any]
-PROBES = 4  # Number of processed rows of different lengths, in addition to the first, shortest and longest row.
-AT_ONCE = 4  # Number of rows per thread that have their images in memory.
-SAID_AFTER = 10.0  # Seconds between two progress lines.
-REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # Errors of a template or processor.
+PROBES = 4
+ROWS_PER_THREAD = 4
+SECONDS_BETWEEN_LINES = 10.0
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)
 
 
 class ImageReader:
-    """Converts a dataset's rows, with conversations and images, into prompts for the model and the engine.
-
-    Args:
-        processor: transformers' processor of the model.
-        image_token: id of the tokens that an image's features replace.
-        rows: number of rows of the model's embedding matrix. 0 means unknown.
-    """
+    """Converts rows with images into prompts. ``image_token`` is the id of tokens that features replace."""
 
     def __init__(self, processor: Any, image_token: int, rows: int = 0) -> None:
         self.processor, self.image_token, self.rows = processor, image_token, rows
-        self.most = 0  # Largest number of images in a prompt so far.
-        self._latest: dict[int, ModelInput] = {}  # Latest prompts with their images, by row number.
+        self.most_images = 0
+        self._latest: dict[int, ModelInput] = {}
 
     def prompt(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Convert a row of a dataset into its prompt. The row may be plain text without images."""
         if (arguments := _arguments(example, row, rules)) is None:
             return ModelInput(tuple(text_ids(rules.tokenizer, [example["prompt"]])[0]))
         return self.read(example, arguments, rules.where(row))
 
     def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Convert a row into its prompt, with a cache for steps that use the same row soon after each other. Raise a
-        ValueError if the prompt with its images is longer than the limit."""
+        """Convert a row into its prompt. A cache serves steps that use a row again."""
         made = self._latest.pop(row, None) or self.prompt(example, row, rules)
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
@@ -83,19 +66,13 @@ class ImageReader:
         return made
 
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
-        """Convert a row into its prompt: token ids, with one image token per image feature, and the processed images.
-        ``arguments`` are the chat template's. ``where`` is the row's name in error messages."""
         with _refusals(row, where):
             return self.made(*self._messages(row, where), arguments)
 
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
     ) -> ModelInput:
-        """Convert a conversation, with all contents as lists of parts, and its RGB images into a prompt.
-
-        Raises:
-            REFUSALS: the template or the processor failed, or the numbers of image tokens and images differ.
-        """
+        """Convert messages, with lists of parts as contents, and RGB images into a prompt. Raise any of `REFUSALS`."""
         text, special = self._text(messages, arguments)
         engine_ids = self._placeholders(text, special, len(pictures))
         if not pictures:
@@ -109,12 +86,11 @@ class ImageReader:
         )
 
     def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-        """Return a conversation without images as text and as token ids. The text may contain image tokens."""
         text, special = self._text(messages, arguments)
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
-        """Rebuild an `Images` object from its recorded fields by processing its pictures again."""
+        """Rebuild recorded images. The processor computes the pixels again."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
@@ -124,11 +100,10 @@ class ImageReader:
         return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
 
     def split(self, messages: Sequence[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Separate messages from their images: return the messages without images, and the images, as `with_images`."""
         return with_images([*messages], (), where)
 
     def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
-        """Return a row's conversation with each image in its part, and whether the row has a column of images."""
+        """Return a row's conversation with each image in its part, and whether a column had images."""
         of_columns = images_of(row, where)
         messages, images = with_images(row["prompt"], of_columns, where)
         waiting = iter(images)
@@ -138,32 +113,30 @@ class ImageReader:
 
     @property
     def placeholder(self) -> int:
-        """Id of the token that the chat template writes for an image. In Gemma it isn't the image token, which the
-        processor writes for each image feature."""
+        """Id of the token that the chat template writes for an image. Gemma's differs from `image_token`."""
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
-        """Count the tokens of a row's prompt from the sizes of its images, or return None if the processor can't."""
+        """Count a prompt's tokens from the sizes of its images. None means that the processor can't."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
             placeholders = len(self._placeholders(text, special, len(pictures)))
             if not pictures:
                 return placeholders
-            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3 has equal tokens for all images.
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
-            # Processors have no public method that counts image tokens. vLLM, too, calls the private method.
+            # vLLM calls this private method too, because processors have no public one.
             if not hasattr(self.processor, "_get_num_multimodal_tokens"):
                 return None
             sizes = [(picture.height, picture.width) for picture in pictures]
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks two tokens around images.
+            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks two tokens per image.
             return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
-        """Count the tokens of each row's prompt with its images, where possible from the images' sizes. Keep no pixels,
-        because a whole dataset's pixels don't fit into memory."""
+        """Count tokens from images' sizes, because a processor may need half a second per row. Check some rows."""
 
         def processed(row: int) -> int:
             return len(self.prompt(rows[row], row, rules).ids)
@@ -172,8 +145,8 @@ class ImageReader:
         rows = rows.select_columns([*rules.read_columns(names), *(name for name in COLUMNS if name in names)])
         found = self._counted(rows, rules)
         if found is not None:
-            of_each = {found[row]: row for row in reversed(range(len(found)))}  # First row of each length.
-            probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
+            first_rows = {found[row]: row for row in reversed(range(len(found)))}
+            probes = sorted({0, first_rows[min(found)], first_rows[max(found)], *[*first_rows.values()][:PROBES]})
             if all(processed(row) == found[row] for row in probes):
                 return found
         rules.tell(
@@ -183,10 +156,9 @@ class ImageReader:
         return [processed(row) for row in _marked(range(len(rows)), len(rows), rules)]
 
     def _counted(self, rows: Dataset, rules: PromptRules) -> list[int] | None:
-        """Count the tokens of each row from its images' sizes, or return None if the processor can't."""
-        lengths, size = [], AT_ONCE * cpu_threads()
+        lengths, size = [], ROWS_PER_THREAD * cpu_threads()
         raw = rows.with_format(None)
-        raw.info.features = _undecoded(raw.features)  # The dataset then returns images as bytes and paths.
+        raw.info.features = _undecoded(raw.features)  # images then come as bytes and paths
 
         def load(row: int) -> Row:
             example = raw[row]
@@ -207,12 +179,11 @@ class ImageReader:
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
         messages, pictures = with_images(row["prompt"], images_of(row, where), where)
-        self.most = max(self.most, len(pictures))
+        self.most_images = max(self.most_images, len(pictures))
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the token ids of a text with one placeholder token per image. Raise a ValueError if the text has more
-        or fewer image tokens than ``pictures``, the number of images."""
+        """Return the text's token ids, with one placeholder for each of ``pictures`` images."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -226,22 +197,21 @@ class ImageReader:
         return ids
 
     def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return a conversation's text with a placeholder per image, and whether the tokenizer must add special
-        tokens."""
+        """Return a conversation's text, and whether the tokenizer must add special tokens."""
         text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
         start = self.processor.tokenizer.bos_token
         return text, not (start and text.startswith(start))
 
 
 def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[str, Any] | None:
-    """Return the arguments of the chat template for a dataset's row. None for plain text without images."""
+    """Return the arguments of a row's chat template, or None for plain text without images."""
     check_prompt(example["prompt"], rules.where(row), images=True)
     arguments = rules.template_arguments(example, rules.where(row))
     return {} if arguments is None and any(example.get(name) for name in COLUMNS) else arguments
 
 
 class Unreadable(ValueError):
-    """Error of a dataset's row that can't be read. The message has the row's name and the reason."""
+    """Error with the row's name in its message."""
 
 
 @contextlib.contextmanager
@@ -255,7 +225,6 @@ def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
 
 
 def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
-    """Return the images of a dataset's row, from its column ``images`` or ``image``, as PIL images in RGB."""
     several, one = row.get("images"), row.get("image")
     if several and one is not None:
         raise Unreadable(f"{where}: the row has both `images` and `image`: leave one of the columns out.")
@@ -267,8 +236,7 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def in_rgb(image: Any, where: str) -> Any:
-    """Convert an image of a dataset (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB. An
-    image with a camera's orientation tag is rotated, as in datasets and transformers."""
+    """Convert a PIL image, a path, or a dict with bytes or path into an upright PIL image in RGB."""
     from PIL import ExifTags, Image, ImageOps
 
     if isinstance(image, Mapping):
@@ -276,11 +244,11 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
-        image.load()  # Load the pixels now, so that a truncated file raises its error here.
+        image.load()  # raises the error of a truncated file
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             image = ImageOps.exif_transpose(image)
         return image if image.mode == "RGB" else image.convert("RGB")
-    except Exception as error:  # A broken image file raises errors of many kinds.
+    except Exception as error:  # broken files raise many kinds of errors
         raise Unreadable(
             f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path "
             f"(relative to {os.getcwd()}), or a column of `datasets.Image`."
@@ -288,8 +256,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Separate a conversation from its images. Return the messages with contents as lists of parts, in which
-    ``{"type": "image"}`` marks an image, and the images in the order of these parts."""
+    """Separate a conversation from its images. Parts ``{"type": "image"}`` mark the images' places in the messages."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
@@ -318,22 +285,19 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
 
 
 def reader_of(policy: Any) -> ImageReader | None:
-    """Return an `ImageReader` for a policy that takes images, or None for a policy of text."""
     return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
 
 
 def most_images(prompts: Prompts) -> int:
-    """Return the largest number of images of a prompt, or 0 for prompts that aren't a `PromptDataset`."""
-    return getattr(prompts.rules.reader, "most", 0) if isinstance(prompts, PromptDataset) else 0
+    return getattr(prompts.rules.reader, "most_images", 0) if isinstance(prompts, PromptDataset) else 0
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt with images, for the check of packed rows at start. Empty if the run has no images. The prompt
-    is artificial unless one of the first dataset's first ROWS_LOOKED_AT rows has images."""
+    """Return a prompt with images for the check of packed rows at start, or [] for a run without images."""
     if (reader := reader_of(policy)) is None:
         return []
     if most_images(prompts[0]):
-        inputs = (prompts[0][row, row].input for row in range(min(ROWS_LOOKED_AT, len(prompts[0]))))
+        inputs = (prompts[0][row, row].input for row in range(min(SEARCHED_ROWS, len(prompts[0]))))
         if (first := next((each for each in inputs if each.media is not None), None)) is not None:
             return [first]
     if not (feature.may_add_images or any(map(most_images, prompts))):
@@ -346,11 +310,10 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
 
 
 def _marked(rows: range, total: int, rules: PromptRules) -> Iterator[int]:
-    """Yield the row numbers ``rows``. Log about every `SAID_AFTER` seconds how many of ``total`` rows are read."""
     last = time.monotonic()
     for row in rows:
         watchdog.progress("the prompts' images")
-        if time.monotonic() - last > SAID_AFTER:
+        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
             rules.tell(f"{rules.name}: reading images: {row:,} of {total:,} rows")
         yield row

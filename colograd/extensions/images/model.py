@@ -1,4 +1,4 @@
-"""Models that read images: checks of settings, the processor, the frozen tower, memory of the tower's activations."""
+"""Models that read images: checks, processor, frozen tower, and the tower's activation memory."""
 
 from __future__ import annotations
 
@@ -87,13 +87,12 @@ class Images(ModelFeature):
 class Tower:
     """Size of a trained vision tower."""
 
-    shape: Shape  # Shape of the tower's layers, in the form of a decoder's shape.
-    patches: float  # Number of image patches per image token.
+    shape: Shape
+    patches: float  # patches per image token
 
     @classmethod
     def of(cls, model: Any) -> Tower | None:
-        """Read the size of a model's vision tower. Frozen parameters must have `requires_grad` false already. None
-        means that the model has no tower, or that the tower is frozen."""
+        """Return the size of a trained tower. None means no tower, or a frozen one."""
         config = model.config
         if not has_tower(config) or getattr(config, "vision_config", None) is None:
             return None
@@ -101,7 +100,7 @@ class Tower:
             return None
         vision = config.vision_config
 
-        def size(*names: str) -> int:  # Model families use different names for a size.
+        def size(*names: str) -> int:  # families name a size differently
             return next((int(found) for name in names if (found := getattr(vision, name, None))), 0)
 
         hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1
@@ -119,8 +118,7 @@ class Tower:
         return cls(shape, patches)
 
     def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
-        """Estimate the activation bytes of the tower for a row of ``tokens``, as if all prompt tokens were image
-        tokens."""
+        """Estimate the tower's activation bytes for a row, as if all prompt tokens were image tokens."""
         patches = self.patches * tokens * lengths.prompts_share(tokens)
         return int(patches * sum(kept_by_layers(self.shape, itemsize, checkpointing)))
 

@@ -1,9 +1,4 @@
-"""Images of prompts, of tools' answers and of environments, as data that travels with a rollout.
-
-Images of a dataset's rows aren't recorded. Images of tools and environments are written after a group's table as PNG
-files, with the positions of their tokens. If several answers have the same images, the files are written once. When
-the group is read, the processor computes the pixels again.
-"""
+"""Images as data that travels with a rollout. Records hold only the images of tools and environments."""
 
 from __future__ import annotations
 
@@ -22,11 +17,11 @@ from ...riders import Media
 from ...rollout.record_file import read_table, table_bytes
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
-STAND_IN = 0  # A token id that is the image placeholder of no model.
-PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # Names of model inputs that mark the tokens of images.
-ENVIRONMENTS = "environments"  # The column of a rollout with its environment.
-SIDE = 64  # Largest side of a thumbnail in pixels.
-COMPRESSION = 1  # Compression level of PNG files: three times as fast as the default, for a tenth more bytes.
+STAND_IN = 0  # a token that is no model's image placeholder
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # model inputs that mark the tokens of images
+ENVIRONMENTS = "environments"  # name of a rollout's column
+THUMBNAIL_PIXELS = 64
+COMPRESSION = 1  # PNG level: three times as fast as the default, for a tenth more bytes
 ROWS = pa.schema(
     [
         ("rollout", pa.int32()),
@@ -34,27 +29,21 @@ ROWS = pa.schema(
         ("digest", pa.string()),
         ("engine_ids", pa.list_(pa.int32())),
         ("places", pa.list_(pa.int32())),
-        ("files", pa.list_(pa.binary())),  # PNG files. Null if an earlier row with the same digest has the files.
+        ("files", pa.list_(pa.binary())),  # PNG; null: an earlier row with the same digest has them
     ]
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images(Media):
-    """The processed images of a prompt or of a tool's answer. A rollout carries one `Images` object per answer.
+    """The processed images of a prompt or of a tool's answer. Completions of one row share its object."""
 
-    Completions of one dataset row share its prompt's object. Two objects are equal if their digests and token ids are
-    equal, because a run has only one processor.
-
-        Images("5f...", engine_ids=(11, 90, 13), pictures=(...), inputs={"pixel_values": ...}, places=(1, 2))
-    """
-
-    digest: str  # Digest of the images' sizes and pixels.
-    engine_ids: tuple[int, ...]  # Token ids of the text with one placeholder per image, as input of the engine.
-    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders. Empty on ranks that only train.
-    inputs: Mapping[str, torch.Tensor]  # The forward's further inputs, in host memory. Empty for the engine.
-    places: tuple[int, ...]  # Indices in the text of the image tokens. Features replace the embeddings of these tokens.
-    placeholder: int = -1  # Id of the placeholder token.
+    digest: str  # digest of the images' sizes and pixels
+    engine_ids: tuple[int, ...]  # the engine's token ids: one placeholder per image
+    pictures: tuple[Any, ...]  # PIL images in RGB, empty on ranks that only train
+    inputs: Mapping[str, torch.Tensor]  # further inputs of the forward, on the host
+    places: tuple[int, ...]  # indices of the image tokens
+    placeholder: int = -1  # id of the placeholder token
 
     MARK = b"PICTURES"
 
@@ -75,9 +64,7 @@ class Images(Media):
         return dataclasses.replace(self, places=tuple(tokens + place for place in self.places))
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
-        """Join the images of a prompt and of a further turn of the conversation: ``ids`` with their images ``media``. A
-        placeholder token that the model or a user wrote stands for no image, but the engine would insert an image
-        there. So the engine gets the token `STAND_IN`, and `engine.features` puts the placeholder back afterwards."""
+        """Join the images of two turns. `STAND_IN` keeps the engine from inserting images at written placeholders."""
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]
         engine_ids: list[int] = []
@@ -88,14 +75,22 @@ class Images(Media):
             digest="+".join(part.digest for part in both),
             engine_ids=tuple(engine_ids),
             pictures=tuple(picture for part in both for picture in part.pictures),
-            inputs={},  # The engine needs no model inputs. It processes images again.
+            inputs={},  # the engine processes images itself
             places=tuple(place for part in both for place in part.places),
             placeholder=self.placeholder,
         )
 
     def thumbnails(self, *more: Media) -> list[bytes]:
-        parts = (part for part in (self, *more) if isinstance(part, Images))
-        return thumbnails([picture for part in parts for picture in part.pictures])
+        """Return JPEG files of the first THUMBNAILS images. Files of more than THUMBNAIL_BYTES are left out."""
+        parts, files = (part for part in (self, *more) if isinstance(part, Images)), list[bytes]()
+        for picture in [picture for part in parts for picture in part.pictures][:THUMBNAILS]:
+            small, file = picture.copy(), io.BytesIO()
+            small.info.clear()  # a comment may be larger than the image
+            small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+            small.convert("RGB").save(file, "JPEG", quality=70)
+            if file.tell() <= THUMBNAIL_BYTES:
+                files.append(file.getvalue())
+        return files
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -103,7 +98,7 @@ class Images(Media):
 
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
-        """Return an Arrow table with a group's images: of tools' answers, and of prompts that environments changed."""
+        """Return an Arrow table of the images of tools and environments."""
         rows: list[tuple[Any, ...]] = []
         written: set[str] = set()
         for index, rollout in enumerate(rollouts):
@@ -112,7 +107,7 @@ class Images(Media):
             for in_prompt, images in (*prompts, *((False, part) for part in rollout.all(cls))):
                 files = [io.BytesIO() for _ in images.pictures]
                 for picture, file in zip(images.pictures, files, strict=True) if images.digest not in written else ():
-                    # Leave the colour profile out. Nothing reads it, and PIL can't open a PNG with a profile of 1 MiB.
+                    # PIL can't open a PNG with a colour profile of 1 MiB.
                     picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
                 content = None if images.digest in written else [file.getvalue() for file in files]
                 written.add(images.digest)
@@ -121,8 +116,6 @@ class Images(Media):
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        """Read a table of images from a record, and return the rollouts with these images. ``encoder`` processes
-        them."""
         from PIL import Image
 
         assert encoder is not None, "the record has images, which the model doesn't read"
@@ -143,21 +136,7 @@ class Images(Media):
         return found
 
 
-def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
-    """Convert the first THUMBNAILS images to small JPEG files. A file of more than THUMBNAIL_BYTES is left out."""
-    files = []
-    for picture in pictures[:THUMBNAILS]:
-        small, file = picture.copy(), io.BytesIO()
-        small.info.clear()  # Remove comments, because a comment may be larger than the image.
-        small.thumbnail((SIDE, SIDE))
-        small.convert("RGB").save(file, "JPEG", quality=70)
-        if file.tell() <= THUMBNAIL_BYTES:
-            files.append(file.getvalue())
-    return files
-
-
 def digest_of(pictures: Sequence[Any]) -> str:
-    """Return a digest of the sizes and pixels of several images, as a hexadecimal text."""
     found = hashlib.blake2b(digest_size=16)
     for picture in pictures:
         found.update(repr(picture.size).encode())

@@ -1,8 +1,4 @@
-"""Images in the policy's forward: the vision tower's features replace the embeddings of a row's image tokens.
-
-The features of all images of a row are computed together. The positions of image tokens come from `Images.places`, and
-never from a search for the image token, because in a completion the image token is an ordinary token.
-"""
+"""Images in the policy's forward: the tower's features replace the embeddings of the tokens at `Images.places`."""
 
 from __future__ import annotations
 
@@ -26,29 +22,26 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
-# Attribute of models with FSDP: whether the tower runs in every forward, because ranks gather its weights together.
+# Attribute of FSDP models: all ranks gather the tower's weights, so the tower runs in every forward.
 IN_EACH_FORWARD = "tower_in_each_forward"
-TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call.
+TOWER_NAME = "colograd_flash_tower"  # with "flash" in the name transformers passes all windows in one call
 
 
 def see_both_ways(model_config: Any) -> str:
-    """Return in which layers the tokens of an image attend to each other bidirectionally: `all`, `window`, or empty.
-    `window` means the layers with a sliding window, and empty means no layer. For Gemma 4 the model's configuration
-    decides, because its small models have no bidirectional attention."""
+    """Return which layers attend bidirectionally among an image's tokens: `all`, `window`, or "" for none."""
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return the ids that transformers' forward reads as padding: Gemma 4's placeholders of images, video and audio. In
-    Colograd and in vLLM a placeholder without an image, in a prompt or a completion, is an ordinary token."""
+    """Return the placeholders that transformers reads as padding. vLLM reads those without an image as tokens."""
     kinds = ("image", "video", "audio") if getattr(model_config, "model_type", None) == "gemma4" else ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in kinds)
     return tuple(int(token) for token in found if token is not None)
 
 
 def find_processors() -> None:
-    """Register Idefics3's image processor if torchvision isn't installed. transformers wrongly requires torchvision."""
+    """Register Idefics3's image processor. transformers wrongly requires torchvision for it."""
     import transformers
 
     name = "Idefics3ImageProcessorPil"
@@ -60,21 +53,20 @@ def find_processors() -> None:
 
 
 def freeze_tower(model: Any) -> int:
-    """Freeze a model's vision tower, but not the projector behind it. Return the number of frozen weights."""
+    """Freeze a model's vision tower, but not the projector. Return the number of frozen weights."""
     frozen = [parameter.requires_grad_(False) for name, parameter in model.named_parameters() if in_tower(name)]
     keep_gradients_out(tower_layers(model))
     return sum(parameter.numel() for parameter in frozen)
 
 
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Compute the last hidden states of a packed row with images, (1, T, hidden)."""
     starts = micro_batch.layout.starts
     placed = [(starts[segment], of) for segment, images in (micro_batch.media or {}).items() for of in images]
     own_positions = hasattr(_body(model), "get_rope_index")
     positions = _row_positions(model, micro_batch) if own_positions else micro_batch.position_ids
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
     if placed and (where := see_both_ways(model.config)):
-        runs = []  # First and last + 1 index of consecutive image tokens, which belong to one image.
+        runs = []  # [first, end) of each run of image tokens
         for at, of in placed:
             for _, run in itertools.groupby(enumerate(of.places), lambda pair: pair[1] - pair[0]):
                 places = [at + place for _, place in run]
@@ -94,8 +86,7 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Compute the last hidden states of padded rows with images, (B, L, hidden). ``ids`` and ``mask`` are (B, L).
-    ``chains`` has the indices of the segments (prompt, completion) of each row."""
+    """Compute the last hidden states (B, L, hidden) of padded rows. ``chains`` has each row's segments."""
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -107,7 +98,7 @@ def padded_hidden_states(
             if images:
                 positions[:, row] = to_device_async(_positions(model, ids[row].cpu(), images), ids.device)
     masks: Any = mask.long()
-    if see_both_ways(model.config):  # Gemma's attention masks are causal, except among the tokens of an image.
+    if see_both_ways(model.config):
         kinds = to_device_async(_kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long(), embeds.device)
         theirs = sys.modules[type(_body(model)).__module__]
         masks = theirs.create_masks_for_vision_model(
@@ -122,7 +113,7 @@ def padded_hidden_states(
     return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
 
 
-Placed = Sequence[tuple[int, Images]]  # Images with offsets. An image's `places` count from its offset.
+Placed = Sequence[tuple[int, Images]]  # (offset, images), where `places` count from the offset
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
@@ -132,22 +123,21 @@ def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Im
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return embeddings of ``ids`` (B, L), with features at image tokens, and further arguments of the language model.
-    Offsets in ``placed`` count in the flattened ids. Features of equal images are computed once."""
+    """Return the embeddings of ``ids`` (B, L) with features, and further arguments of the language model."""
     embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
     more: dict[str, Any] = {}
-    if getattr(decoder, "hidden_size_per_layer_input", None):  # Each layer of Gemma 4 adds embeddings of the tokens.
+    if getattr(decoder, "hidden_size_per_layer_input", None):  # Gemma 4
         read = ids.flatten()
-        for at, of in placed:  # Image tokens get the per-layer embeddings of the padding token.
+        for at, of in placed:  # per-layer embeddings of image tokens are the padding token's
             places = to_device_async(torch.tensor(of.places) + at, ids.device)
             read = read.index_fill(0, places, decoder.config.pad_token_id)
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        if getattr(model, IN_EACH_FORWARD, False):  # Gather its weights, as ranks with images do.
+        if getattr(model, IN_EACH_FORWARD, False):  # all ranks gather the tower's weights
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more
-    times: dict[Images, list[torch.Tensor]] = {}  # Indices of each image's tokens in the flattened ids, once per use.
+    times: dict[Images, list[torch.Tensor]] = {}  # images -> token indices, once per use
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
     features, deeper = _features(model, [*times])
@@ -175,7 +165,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 class _Beside(torch.autograd.Function):
-    """Identity of the first tensor. All other tensors join the autograd graph with zero gradients."""
+    """Identity of the first tensor. The others join the autograd graph with zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -188,7 +178,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _unseen_picture(config: Any) -> Images:
-    """Make the smallest image that the model's tower takes, in white, because some towers read black as padding."""
+    """Make the smallest image that the tower takes, in white. Some towers read black as padding."""
     vision = config.vision_config
     if hasattr(vision, "pooling_kernel_size"):
         axis = torch.arange(vision.pooling_kernel_size)
@@ -208,13 +198,13 @@ def _unseen_picture(config: Any) -> Images:
         inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]])}
     else:
         size = vision.image_size
-        height, width = (size, size) if isinstance(size, int) else size  # InternVL's image size is a pair.
+        height, width = (size, size) if isinstance(size, int) else size  # InternVL: a pair
         inputs = {"pixel_values": torch.ones(1, vision.num_channels, height, width)}
     return Images("", (), (), inputs, ())
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute the features of several images, (F, hidden), and a list of features for the language model's layers."""
+    """Compute the features (F, hidden) of several images, and features for the language model's layers."""
     body = _body(model)
     taken = inspect.signature(body.get_image_features).parameters
     given = {name for of in images for name in of.inputs if name in taken}
@@ -231,8 +221,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Concatenate one image input of several prompts. Pixels (..., height, width) are padded to one size. With
-    ``tiled``, for models with a pixel mask, the inputs are (1, tiles, ...)."""
+    """Concatenate an image input of several prompts, padded to one size. ``tiled`` inputs are (1, tiles, ...)."""
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad
@@ -241,9 +230,7 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return the rotary positions (time, height, width) of a packed row, (3, 1, T). Segments with images get the
-    model's positions, which don't depend on later segments. After a prompt with images, a completion without images
-    continues behind the prompt's largest position."""
+    """Return the rotary positions (time, height, width) of a packed row, (3, 1, T)."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
@@ -260,7 +247,7 @@ def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
-    """Return the rotary positions in time, height and width of a sequence with images, (3, L)."""
+    """Return the rotary positions (3, L) of a sequence with images."""
     grids = torch.cat([of.inputs["image_grid_thw"] for _, of in placed])
     kinds = _kinds(placed, len(ids)).int()
     found: torch.Tensor = _body(model).get_rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)[0]
@@ -268,7 +255,7 @@ def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
 
 
 def _kinds(placed: Placed, length: int) -> torch.Tensor:
-    """Return a mask of the tokens of the images ``placed``, (1, L) bool, with L = ``length``."""
+    """Return a mask (1, L) of the image tokens."""
     kinds = torch.zeros(1, length, dtype=torch.bool)
     for at, of in placed:
         kinds[0, torch.tensor(of.places) + at] = True
@@ -276,13 +263,10 @@ def _kinds(placed: Placed, length: int) -> torch.Tensor:
 
 
 def _body(model: Any) -> Any:
-    """Return a language or vision-language model without its language-model head."""
     return model.base_model if model.base_model is not model else model.model
 
 
 class ImageStep(ForwardStep):
-    """Forward step of vision-language models: rows with images, and rows of text."""
-
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         model, batch = row.model, row.batch
         text_alone = reads_text_alone(model)
@@ -297,14 +281,12 @@ class ImageStep(ForwardStep):
         return rows.packed(padded_hidden_states(model, batch, ids, rows.mask, rows.chains))
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Return the attention implementation of the language model and of the vision tower, from the language model's
-        ``name``. The tower's rows are images, so Colograd's attention for packed rows doesn't fit them."""
+        """Return the attention of the language model, and another one for the tower's images."""
         if not takes_images(model.config):
             return name
         tower = name
         if name not in ("eager", "sdpa"):
-            # For tower layers with `cu_seqlens` (windows) transformers would wait in each layer for the GPU to return
-            # the windows' lengths. A model that is still in host memory counts, because it may move to the GPU.
+            # With windows (`cu_seqlens`) transformers would wait in each layer for lengths from the GPU.
             layers = tower_layers(model)
             windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
             tower = TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
@@ -322,8 +304,7 @@ class ImageStep(ForwardStep):
         }
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether transformers' forward would misread a sampled token: replace a sampled image token by an
-        image's features, or read a sampled placeholder as padding."""
+        """Return whether transformers would read a sampled token as an image or as padding."""
         if hidden := hidden_tokens(model.config):
             places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
             places |= {place for image in part.images for place in image.places}
@@ -337,7 +318,6 @@ class ImageStep(ForwardStep):
 
 
 def step_of(model: Any) -> ForwardStep | None:
-    """Return the forward step for a model with a vision or audio tower. None for models of text."""
     return ImageStep() if has_tower(model.config) else None
 
 
@@ -346,15 +326,7 @@ def tower_attention(
     attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | torch.Tensor | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute a vision tower's attention, (1, T, H, D). Each image patch attends to all patches of its window.
-
-    Args:
-        query, key, value: (1, H, T, D), all windows one after the other.
-        cu_seq_lens_q: (windows + 1,) int32 on the queries' device: number of patches before each window, then T. None
-            means one window. Keys have the windows of the queries.
-        max_length_q: number of patches in the largest window. For a tensor (older transformers) the host must wait.
-        options: transformers' `scaling`, `dropout` and other options of `sdpa`.
-    """
+    """Compute attention (1, T, H, D) within windows. ``cu_seq_lens_q`` has the number of patches before each window."""
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     for name in ("cu_seq_lens_k", "max_length_k"):
         options.pop(name, None)
@@ -363,8 +335,6 @@ def tower_attention(
         longest = int(max_length_q)
         call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
         return attention.run_merged(query, key, value, (call,), scaling), None
-    # Without flash attention (for example in float32), `sdpa` is called once per window, as in transformers. On a GPU
-    # the host must wait for the windows' lengths.
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     windows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)

@@ -1,9 +1,4 @@
-"""The advisor: rules over a run's logged metrics. A rule's finding becomes an alarm with its reason and a remedy.
-
-A rule is a function of a `History`, the metrics so far. All rules but the one for gradient spikes need at least `LEAST`
-steps, rounds or evaluations, because a single step is noisy. While an alarm lasts, its rule raises no second one. The
-alarm ends when its rule has found nothing for more than `QUIET` steps, and may then be raised again.
-"""
+"""Rules over a run's logged metrics. An alarm ends when its rule has found nothing for more than `QUIET` steps."""
 
 from __future__ import annotations
 
@@ -19,34 +14,31 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ...config.sampling import shaping
 
-WINDOW = 5  # Number of last steps that most rules average.
-LEAST = 3  # Minimum number of steps, rounds or evaluations for a finding, except for gradient spikes.
-QUIET = 20  # An alarm ends after more than this number of steps without a finding.
-KEPT = 200  # Number of last steps with all metrics in memory.
+WINDOW = 5
+LEAST = 3
+QUIET = 20
+STEPS_IN_MEMORY = 200
 
 
-class Seen(NamedTuple):
-    """The finding of an advisor's rule."""
-
-    text: str  # Sentence with the measured numbers.
-    severe: bool = False  # Whether the alarm's severity is "severe" in place of "warning".
-    good: bool = False  # Whether the finding is good news. The alarm's severity is then "note".
+class Finding(NamedTuple):
+    text: str
+    severe: bool = False
+    good: bool = False
 
 
 @dataclass(slots=True)
 class History:
-    """A run's data for the rules, oldest first: metrics of the last `KEPT` steps, rewards of all, rollout events."""
+    """Data for the rules, oldest first."""
 
-    settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the run by name
-    steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    first: list[Mapping[str, float]] = field(default_factory=list)  # Metrics of the first `WINDOW` steps.
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # (Step, reward) of all steps with a reward.
-    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # Evaluation -> [(step, reward)].
-    # Round -> preempted sequences, and whether sequences waited for room in a full KV cache for half of the time.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=STEPS_IN_MEMORY))
+    first: list[Mapping[str, float]] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (step, reward) of all steps
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # name -> [(step, reward)]
+    # Step -> number of preempted sequences, and whether many sequences waited for room in the KV cache.
     rollouts: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step, or the rewards of an evaluation. Ignore metrics of the training's end."""
         if any(name.startswith("eval") for name in metrics):
             for name, value in metrics.items():
                 if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
@@ -59,14 +51,12 @@ class History:
                 self.rewards.append((step, float(reward)))
 
     def add_rollout(self, step: int, rollout: Mapping[str, Any]) -> None:
-        """Add the record of a rank's sampling for the round that begins with step ``step``."""
         looks = [*zip(*(rollout.get(name) or [] for name in ("running", "waiting", "kv")), strict=False)]
         waits = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
         preempted, full = self.rollouts.get(step, (0, False))
         self.rollouts[step] = preempted + (rollout.get("preemptions") or 0), full or 0 < len(looks) <= 2 * waits
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """Return a metric's values in the last ``count`` steps, without steps that lack a finite value."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
@@ -74,15 +64,14 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float:
-        """Return a metric's mean over the last `WINDOW` steps, or NaN, which no comparison is true for, if fewer than
-        `LEAST` steps have the metric."""
+        """Return the mean over the last `WINDOW` steps, or NaN, which fails all comparisons, for fewer than `LEAST`
+        values."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
 
     @property
     def is_solved(self) -> bool:
-        """Whether the mean reward is at most 10 % below `pass_threshold_eval`, and has risen by half of its initial
-        spread. Low entropy and equal rewards are then no problem."""
+        """Whether the reward rose near `pass_threshold_eval`. Low entropy and equal rewards are then no problem."""
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
         passes = _is_number(wanted) and now >= wanted - 0.1 * abs(wanted)
         return passes and now - self.at_first("reward") >= 0.5 * self.at_first("reward_std") > 0
@@ -101,45 +90,30 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-RULES: dict[str, Callable[[History], Seen | None]] = {}
-# Rule -> texts: ``when`` it raises an alarm (for the documentation), ``why``, ``remedy`` (with settings), ``source``.
-TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
-
-
-def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
-    """Decorate a rule: add the function to `RULES`."""
-    RULES[look.__name__.replace("_", "-")] = look
-    return look
-
-
-@rule
-def no_reward_difference(history: History) -> Seen | None:
+def no_reward_difference(history: History) -> Finding | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
     if not share >= 0.7 or history.is_solved or history.last("teacher_kl"):  # a teacher gives each token a signal
         return None
     shown = "" if math.isnan(reward) else f", at a mean reward of {reward:.3g}"
-    return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
+    return Finding(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
 
 
-@rule
-def solved(history: History) -> Seen | None:
+def solved(history: History) -> Finding | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
     seen = f"{share:.0%} of the last steps' groups have no reward difference, at a mean reward of {reward:.3g}"
-    return Seen(f"{seen}: the task is nearly solved", good=True) if share >= 0.7 and history.is_solved else None
+    return Finding(f"{seen}: the task is nearly solved", good=True) if share >= 0.7 and history.is_solved else None
 
 
-@rule
-def constant_reward(history: History) -> Seen | None:
+def constant_reward(history: History) -> Finding | None:
     found = []
     for name in [] if history.is_solved else history.reward_names:
         means, stds = history.last(f"rewards/{name}/mean"), history.last(f"rewards/{name}/std")
         if len(means) >= LEAST and not any(stds) and max(means) == min(means):
             found.append(f"{name!r} gave {means[0]:g} to every completion of the last {len(means)} steps")
-    return Seen("; ".join(found), severe=len(found) == len(history.reward_names)) if found else None
+    return Finding("; ".join(found), severe=len(found) == len(history.reward_names)) if found else None
 
 
-@rule
-def failing_reward(history: History) -> Seen | None:
+def failing_reward(history: History) -> Finding | None:
     found = []
     recent = [metrics for _, metrics in list(history.steps)[-LEAST:]]
     for name in history.reward_names if len(recent) == LEAST else ():
@@ -149,21 +123,19 @@ def failing_reward(history: History) -> Seen | None:
             found.append(f"{name!r} abstained for every completion of the last {LEAST} steps")
         elif all(failed):
             found.append(f"{sum(failed):.0f} calls of {name!r} failed or were late in the last {LEAST} steps")
-    return Seen("; ".join(found), severe=all("abstained" in text for text in found)) if found else None
+    return Finding("; ".join(found), severe=all("abstained" in text for text in found)) if found else None
 
 
-@rule
-def slow_rewards(history: History) -> Seen | None:
+def slow_rewards(history: History) -> Finding | None:
     waited, whole = history.recently("time/reward"), history.recently("step_time")
     if not waited >= max(0.4 * whole, 0.2) or not whole:
         return None
     seconds = {name: sum(history.last(f"rewards/{name}/seconds")) for name in history.reward_names}
     most = f", most of it for {max(seconds, key=seconds.__getitem__)!r}" if len(seconds) > 1 else ""
-    return Seen(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
+    return Finding(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
 
 
-@rule
-def reward_hacked(history: History) -> Seen | None:
+def reward_hacked(history: History) -> Finding | None:
     for prefix, values in history.evaluations.items():
         if len(values) < LEAST:
             continue
@@ -173,24 +145,22 @@ def reward_hacked(history: History) -> Seen | None:
         before, now = (_mean([reward for at, reward in history.rewards if at <= step][-WINDOW:]) for step in ends)
         drop, rise = max(0.05 * abs(best), 0.01), max(0.01, 0.02 * abs(before))
         if len(later) >= 2 and all(best - value >= drop for value in later[-2:]) and now - before >= rise:
-            return Seen(
+            return Finding(
                 f"{prefix}_reward fell from {best:.3g} at step {best_step} to {later[-1]:.3g}, while the training "
                 f"reward rose from {before:.3g} to {now:.3g}"
             )
     return None
 
 
-@rule
-def all_truncated(history: History) -> Seen | None:
+def all_truncated(history: History) -> Finding | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
     if not share >= 0.7 or longest == 1:  # with a limit of one token all completions are truncated
         return None
-    return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
+    return Finding(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
 
-@rule
-def length_running_away(history: History) -> Seen | None:
+def length_running_away(history: History) -> Finding | None:
     name = "completions/mean_length"
     before, now = history.at_first(name), history.recently(name)
     if len(history.steps) < 2 * WINDOW or not before or not now >= max(2 * before, before + 16):
@@ -199,37 +169,35 @@ def length_running_away(history: History) -> Seen | None:
     if recently - at_first > 0.5 * (0.0 if math.isnan(spread) else spread):
         return None
     paid = "" if math.isnan(recently) else f", while the reward went from {at_first:.3g} to {recently:.3g}"
-    return Seen(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
+    return Finding(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
 
 
-@rule
-def duplicates(history: History) -> Seen | None:
+def duplicates(history: History) -> Finding | None:
     share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std")
     if not share >= (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
         return None
-    return Seen(f"{share:.0%} of the last steps' completions equal another one of their group token by token")
+    return Finding(f"{share:.0%} of the last steps' completions equal another one of their group token by token")
 
 
-@rule
-def entropy_collapse(history: History) -> Seen | None:
+def entropy_collapse(history: History) -> Finding | None:
     before, now = history.at_first("entropy"), history.recently("entropy")
     if len(history.steps) < 2 * WINDOW or not now < min(0.1 * before, 0.1) or history.is_solved:
         return None
-    return Seen(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
+    return Finding(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
 
 
-@rule
-def gradient_spike(history: History) -> Seen | None:
+def gradient_spike(history: History) -> Finding | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
     before = [norm for norm in before if norm > 0]  # the gradient may be 0 in a step without reward differences
     limit = history.settings.get("max_grad_norm")
     if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
         return None
-    return Seen(f"the gradient's norm is {last:.3g}, {last / statistics.median(before):.0f} times that of usual steps")
+    return Finding(
+        f"the gradient's norm is {last:.3g}, {last / statistics.median(before):.0f} times that of usual steps"
+    )
 
 
-@rule
-def sampler_trainer_gap(history: History) -> Seen | None:
+def sampler_trainer_gap(history: History) -> Finding | None:
     name = "sampling/sampling_logp_difference/mean"
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
         return None  # top_p, for example, renormalises probabilities, which causes a difference
@@ -242,35 +210,32 @@ def sampler_trainer_gap(history: History) -> Seen | None:
         return None
     since = f", {before:.2g} in the first steps" if grown else ""
     text = f"the sampler's and the trainer's log-probabilities differ by {now:.2g} nats on average{since}"
-    return Seen(text, severe=now > 0.5)
+    return Finding(text, severe=now > 0.5)
 
 
-@rule
-def stale_tokens(history: History) -> Seen | None:
+def stale_tokens(history: History) -> Finding | None:
     names = ("old_tokens_share", "mean_age", "old_logp_difference")
     share, age, difference = (history.recently(f"carry_over/{name}") for name in names)
     if math.isnan(share + age) or not (share > 0.5 or difference > 0.2):
         return None
     moved = f"; of these the log-probabilities have moved by {difference:.2g} nats"
     text = f"{share:.0%} of the last steps' tokens were carried over, {age:.2g} optimizer steps old on average"
-    return Seen(text + ("" if math.isnan(difference) else moved), severe=difference > 0.5)
+    return Finding(text + ("" if math.isnan(difference) else moved), severe=difference > 0.5)
 
 
-@rule
-def clipped_away(history: History) -> Seen | None:
+def clipped_away(history: History) -> Finding | None:
     masked = history.recently("sampling/masked_tokens_share")
     masked = masked if masked > 0 else history.recently("sampling/masked_share")
     clipped = history.recently("clip_ratio/region_mean")
     shares = [(clipped, "clipped"), (masked, "masked away by the sampler's correction")]
     share, name = max((each for each in shares if each[0] > 0.3), default=(0.0, ""))
-    return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6) if name else None
+    return Finding(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6) if name else None
 
 
-@rule
-def no_effect(history: History) -> Seen | None:
+def no_effect(history: History) -> Finding | None:
     rates = history.last("learning_rate")
     if len(rates) >= LEAST and not any(rates):
-        return Seen(f"the learning rate was 0 in the last {len(rates)} steps", severe=True)
+        return Finding(f"the learning rate was 0 in the last {len(rates)} steps", severe=True)
     if len(history.rewards) < 50 or history.recently("frac_reward_zero_std") > 0.9:
         return None
     before, now = (_mean([reward for _, reward in part]) for part in (history.rewards[:20], history.rewards[-20:]))
@@ -280,29 +245,33 @@ def no_effect(history: History) -> Seen | None:
         at_first, recently = history.at_first(name), _mean(history.last(name, 20))
         if not at_first or not abs(recently - at_first) <= change * at_first:
             return None
-    return Seen(
+    return Finding(
         f"after {len(history.rewards)} steps reward ({now:.3g}), entropy and length are where they were, at a learning "
         f"rate of {rates[-1] if rates else 0.0:.2g}"
     )
 
 
-@rule
-def engine_waits(history: History) -> Seen | None:
+def engine_waits(history: History) -> Finding | None:
     rounds = [*history.rollouts.values()][-LEAST:]
     if len(rounds) == LEAST and all(preempted for preempted, _ in rounds):
-        return Seen(f"the engine preempted {sum(n for n, _ in rounds)} sequences in the last {LEAST} rollouts")
+        return Finding(f"the engine preempted {sum(n for n, _ in rounds)} sequences in the last {LEAST} rollouts")
     if len(rounds) == LEAST and all(full for _, full in rounds):
-        return Seen(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
+        return Finding(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
     return None
+
+
+# Rule -> texts: ``when`` it raises an alarm (for the documentation), ``why``, ``remedy`` (with settings), ``source``.
+TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
+RULES: dict[str, Callable[[History], Finding | None]] = {name: globals()[name.replace("-", "_")] for name in TEXTS}
 
 
 class Advisor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
-        self._raised: dict[str, int] = {}  # Rule with a raised alarm -> step of its last finding.
+        self._last_finding: dict[str, int] = {}  # rule with an alarm -> step
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Restore metrics and alarms of the events up to step ``last``. A resumed run then raises no alarm twice."""
+        """Restore the state of step ``last``, so that a resumed run raises no alarm twice."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -312,32 +281,31 @@ class Advisor:
             elif kind == "rollout":
                 self.history.add_rollout(step, event)
             elif kind == "alarm" and isinstance(name, str):
-                self._raised[name] = step
+                self._last_finding[name] = step
             elif kind == "calm":
-                self._raised.pop(str(name), None)
+                self._last_finding.pop(str(name), None)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
-        """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms. An
-        alarm has the keys rule, severity ("severe", "warning" or "note"), seen, why, remedy and source."""
+        """Add the metrics of a step. Return new alarms, and the names of rules with ended alarms."""
         self.history.add(step, metrics)
         begin, end = [], []
         for name, find in RULES.items():
-            seen, last, texts = find(self.history), self._raised.get(name), TEXTS[name]
+            seen, last, texts = find(self.history), self._last_finding.get(name), TEXTS[name]
             if seen is not None:
                 if last is None:
                     severity = "note" if seen.good else "severe" if seen.severe else "warning"
                     remedy = with_values(texts["remedy"], self.history.settings)
                     alarm = {"rule": name, "severity": severity, "seen": seen.text, "why": texts["why"]}
                     begin.append(alarm | {"remedy": remedy, "source": texts["source"]})
-                self._raised[name] = step
+                self._last_finding[name] = step
             elif last is not None and step - last > QUIET:
-                del self._raised[name]
+                del self._last_finding[name]
                 end.append(name)
         return begin, end
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """Return a remedy's text with a setting's present value behind its first mention. Lists and dicts are left out."""
+    """Insert each setting's present value behind its first mention in a remedy. Lists and dicts are left out."""
     for name in dict.fromkeys(re.findall(r"`(\w+)`", remedy)):
         value = settings.get(name, [])
         if not isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""`CompletionLog`: writes a run's completions to files, prints some as a table, and sends tables to trackers."""
+"""Log of completions: files, a printed table, and tables in trackers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from .completions import FOLDER, IMAGES, TEXT, CompletionRow, chosen_rows, colum
 from .group_views import as_utf8, completion_rows
 from .trackers import Spare, Trackers
 
-UPLOAD_MINUTES = 2  # minutes between uploads to the Hub, as in TRL
+UPLOAD_MINUTES = 2  # as in TRL
 PROBLEM = "log_completions: some completions can't be logged"
 
 
 class CompletionLog:
-    """Logs completions: a file per optimizer step and evaluation, and a table every `log_completions_steps` steps."""
-
     def __init__(
         self,
         config: GRPOConfig,
@@ -36,7 +34,7 @@ class CompletionLog:
         self._spare = Spare(warn)
         self.config, self.names, self.images = config, list(reward_names), images and config.log_multimodal
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
-        self._texts: dict[int, list[bytes]] = {}  # Decoded texts by group position, deleted after logging.
+        self._texts: dict[int, list[bytes]] = {}  # texts in UTF-8 by the group's position
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
             from huggingface_hub import CommitScheduler
@@ -48,13 +46,13 @@ class CompletionLog:
             self._uploads = CommitScheduler(folder_path=folder, every=UPLOAD_MINUTES, **hub)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Store texts that were decoded for the rewards, because decoding takes longer than all other logging work."""
+        """Store texts that were decoded for the rewards, because decoding is the slowest part of logging."""
         self._texts |= {group.position: as_utf8(of_group) for group, of_group in zip(groups, texts, strict=True)}
 
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
     ) -> None:
-        """Log the completions of steps. All ranks must call. ``decode`` returns texts that `keep` hasn't stored."""
+        """Log the completions of steps. All ranks must call."""
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
@@ -75,7 +73,7 @@ class CompletionLog:
         name: str,
         reward_names: Sequence[str] | None = None,
     ) -> None:
-        """Log an evaluation's completions. All ranks must call. ``reward_names`` defaults to the run's rewards."""
+        """Log an evaluation's completions. All ranks must call."""
         names, step = self.names if reward_names is None else reward_names, state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()
@@ -98,7 +96,7 @@ class CompletionLog:
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
     ) -> list[CompletionRow]:
         own: list[CompletionRow] = []
-        with self._spare(PROBLEM):  # turns errors into a warning, because all ranks must reach `gather`
+        with self._spare(PROBLEM):  # all ranks must reach `gather`
             texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
             own = completion_rows(groups, texts, step, self.images)
         return sorted((row for part in gather(own) for row in part), key=lambda row: row.position)
@@ -111,7 +109,6 @@ class CompletionLog:
 
 
 def log_of(trainer: Any) -> CompletionLog | None:
-    """Return the completions log of a run, or None if `log_completions` is off."""
     if not trainer.args.log_completions:
         return None
     names, images = [reward.name for reward in trainer.rewards], trainer.policy.processor is not None

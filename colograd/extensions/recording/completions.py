@@ -1,9 +1,4 @@
-"""Files of completions: one parquet file per optimizer step and per evaluation, and their printed table, without torch.
-
-The files have TRL's names (``completions/completions_00001.parquet``, ``eval_00001.parquet``) and TRL's columns.
-Further columns: the prompt's position in the stream, token counts, how each completion ended, values of ``log_extra``,
-thumbnails of prompts' images. Among ROWS successive rows parquet stores equal thumbnails once.
-"""
+"""Completion files with TRL's names and columns, and their printed table. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -33,29 +28,28 @@ from ...usercode.untrusted import clean, printable
 from .event_log import prompt_text
 
 FOLDER = "completions"
-TEXT = "completion"  # name of the column with `CompletionRow.text`
+TEXT = "completion"
 FIXED = (
     "step", "position", "prompt", TEXT, "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
 )  # fmt: skip
-IMAGES = "image"  # Column with thumbnails of a prompt's first images, stored as by `datasets` (TRL's name).
-SIZES = "image_size"  # Column with the sizes of all images of a prompt, as in "640x480".
-# Keys of the file's metadata:
-NAMES_KEY = b"colograd.reward_names"  # Names of the reward columns, in order.
-EXTRA_KEY = b"colograd.extra_names"  # Names of the columns that reward functions logged.
-IMAGES_KEY = b"colograd.images"  # Present if the file has image columns.
-IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  # `datasets.Image`, several per row.
-# Metadata that makes `datasets` and the Hub's viewer show the column as images.
+IMAGES = "image"  # thumbnails, in the form of `datasets.Image`
+SIZES = "image_size"
+NAMES_KEY = b"colograd.reward_names"
+EXTRA_KEY = b"colograd.extra_names"
+IMAGES_KEY = b"colograd.images"
+IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+# `datasets` and the Hub's viewer read this metadata.
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
-ROWS = 256  # Number of rows that are packed and written together.
-PACKING = 4096  # Largest accepted ratio of the size of unpacked rows to their file's size, beyond 64 MiB.
-ROW_BYTES = 2048  # Estimated bytes of Python objects per row.
-LARGEST_LIST = 100_000  # Maximum entries of a list in a parquet file's header.
-DEFAULT_WIDTH = 120  # Width of the printed table in characters, if no terminal's width is known.
-TEXT_LINES = 6  # Target number of lines in a cell of text.
-EXTRA_CHARACTERS = 60  # Maximum characters of a logged value.
-# Control characters except newline and tab are replaced, because a model's text must not control the terminal.
+ROWS = 256  # Rows per write. Parquet stores equal thumbnails among these rows once.
+PACKING = 4096  # Largest ratio of unpacked rows to their file's size, beyond 64 MiB.
+ROW_OBJECT_BYTES = 2048
+HEADER_LIST = 100_000
+DEFAULT_WIDTH = 120
+TEXT_LINES = 6
+EXTRA_CHARACTERS = 60
+# A model's text must not control the terminal.
 _CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
-# Errors, in addition to Arrow's errors, of reading a file that is damaged or isn't a completions log.
+# Errors of reading a bad file, in addition to Arrow's.
 NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -67,18 +61,18 @@ def data_url(file: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # Optimizer step (from 1) that trains on the completion, or the last step before the evaluation.
-    position: int  # Position of the prompt in the stream of prompts, one per group.
-    prompt: Any  # Text or messages.
+    step: int  # Optimizer step that trains on the completion, or the last step before the evaluation.
+    position: int  # Number of the group in the stream of prompts.
+    prompt: Any
     text: bytes  # UTF-8, because one rare character makes a Python string four times as large.
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
     rewards: tuple[float, ...]  # [R], NaN where a reward function abstained.
     advantage: float  # Mean over the tokens if each token has an advantage. NaN in an evaluation.
-    extra: dict[str, Any] = field(default_factory=dict)  # Values that reward functions logged, by column.
-    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images. Rows may share this object.
-    sizes: tuple[str, ...] = ()  # Sizes of all images of the prompt, as in "640x480".
+    extra: dict[str, Any] = field(default_factory=dict)
+    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images
+    sizes: tuple[str, ...] = ()  # sizes of all images of the prompt, such as "640x480"
 
     @property
     def completion(self) -> str:
@@ -92,14 +86,14 @@ def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
 def column_names(
     reward_names: Sequence[str], extra: Sequence[str], images: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return the column names of rewards and of logged values, with a prefix if an earlier column has the name."""
+    """Return the column names of rewards and logged values. A name that is in use gets a prefix."""
     taken = (*FIXED, IMAGES, SIZES) if images else FIXED
     rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
     return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: bool = False) -> dict[str, list[Any]]:
-    """Return the rows as lists by column, without thumbnails. The texts of completions are UTF-8 bytes."""
+    """Return the rows as lists by column, without thumbnails. Completions are UTF-8 bytes."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     found["prompt"] = _storable(found["prompt"], functools.partial(json.dumps, default=str))
     if images:
@@ -112,7 +106,7 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: 
 
 
 def _storable(values: list[Any], text: Callable[[Any], str] = str) -> list[Any]:
-    """Return the values, or the values as texts if parquet has no common type for them or can't write the type."""
+    """Return the values, or their texts if parquet can't write the values."""
     try:
         values = [clean(value) for value in values]
         pq.write_table(pa.table({"values": values}), pa.BufferOutputStream())
@@ -129,7 +123,6 @@ def write_log(
     kind: str = "completions",
     images: bool = False,
 ) -> Path:
-    """Write the completions of a step, or of the evaluation ``kind`` after the step. The file is written atomically."""
     data: dict[str, Any] = columns(rows, reward_names, images)
     data[TEXT] = pa.array(data[TEXT], pa.string())
     named: dict[bytes, Any] = {NAMES_KEY: list(reward_names), EXTRA_KEY: extra_names(rows)}
@@ -144,7 +137,7 @@ def write_log(
     schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE)) if images else table.schema
     try:
         with pq.ParquetWriter(aside, schema, write_page_checksum=True) as file:
-            for first in range(0, max(len(rows), 1), ROWS):  # write in parts: Arrow repeats thumbnails per row
+            for first in range(0, max(len(rows), 1), ROWS):  # Arrow repeats thumbnails per row in memory
                 part = table.slice(first, ROWS)
                 if images:
                     chosen = rows[first : first + ROWS]
@@ -153,19 +146,16 @@ def write_log(
                 file.write_table(part)
         os.replace(aside, path)
     except BaseException:
-        aside.unlink(missing_ok=True)  # delete the incomplete file, to free room on a full disk
+        aside.unlink(missing_ok=True)
         raise
     return path
 
 
 class CompletionFile:
-    """A completions file of ``size`` bytes, written by Colograd or by TRL. TRL's files don't name the reward columns.
-
-    Reading raises if the unpacked rows take more than 64 MiB + PACKING * ``size``, or than half of the free memory.
-    """
+    """File of Colograd's or TRL's completions. Its ``size`` limits the memory that reading may take."""
 
     def __init__(self, source: Path | BinaryIO, size: int) -> None:
-        self._file = pq.ParquetFile(source, thrift_container_size_limit=LARGEST_LIST, page_checksum_verification=True)
+        self._file = pq.ParquetFile(source, thrift_container_size_limit=HEADER_LIST, page_checksum_verification=True)
         metadata = self._file.schema_arrow.metadata or {}
         self.reward_names, self._extra_names = (_names(metadata.get(key, b"[]")) for key in (NAMES_KEY, EXTRA_KEY))
         self.has_images = IMAGES_KEY in metadata
@@ -173,17 +163,16 @@ class CompletionFile:
         self._most_bytes = min(PACKING * size + 2**26, psutil.virtual_memory().available // 2)
 
     def rows(self, pictures: bool) -> Iterator[tuple[dict[str, Any], list[Any], dict[str, Any]]]:
-        """Yield each row as a dict by column, with thumbnails if ``pictures``, and the row's rewards and logged values.
-        At most ROWS rows are in memory."""
+        """Yield each row as a dict by column, its rewards, and its logged values."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
             raise ValueError("the file's header claims more content than a file of this size can hold")
-        if "dictionary<" in str(schema.types):  # the size of dictionary columns isn't known before unpacking
+        if "dictionary<" in str(schema.types):  # Unpacking could make such a column arbitrarily large.
             raise TypeError("a column has a dictionary type, which no completions log has")
         read = [name for name in schema.names if name != IMAGES] if self.has_images and not pictures else None
         for batch in self._file.iter_batches(batch_size=ROWS, columns=read, use_threads=False):
-            taken += batch.nbytes + ROW_BYTES * batch.num_rows
+            taken += batch.nbytes + ROW_OBJECT_BYTES * batch.num_rows
             if taken > self._most_bytes:
                 raise ValueError(f"the file's rows take more than {self._most_bytes:,} bytes")
             for row in batch.to_pylist():
@@ -199,7 +188,6 @@ def _names(json_list: bytes) -> list[str]:
 
 
 def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
-    """Return the rows of a completions file, without thumbnails, and the names of the rewards."""
     try:
         file = CompletionFile(path, path.stat().st_size)
         numbers = ("step", "position", "prompt_tokens", "completion_tokens")
@@ -226,7 +214,7 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
 
 
 def prompt_of(logged: Any) -> Any:
-    """Convert a logged prompt to the dataset's form: messages if the text is JSON of messages, else the text."""
+    """Convert a logged prompt to the dataset's form: text or messages."""
     if isinstance(logged, str) and logged.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(logged)
@@ -236,12 +224,8 @@ def prompt_of(logged: Any) -> Any:
 
 
 def logged_steps(run_dir: Path) -> dict[int, Path]:
-    """Return the completions files of a run by optimizer step, in ascending order."""
     paths = {path.stem.removeprefix("completions_"): path for path in (run_dir / FOLDER).glob("completions_*.parquet")}
     return dict(sorted((int(number), path) for number, path in paths.items() if number.isdigit()))
-
-
-# -- The printed table of completions
 
 
 def completions_table(
@@ -252,14 +236,7 @@ def completions_table(
     unique_prompts: bool,
     width: int = DEFAULT_WIDTH,
 ) -> Table:
-    """Return a table of completions with rewards, advantages, and steps if the steps differ. Long texts are shortened.
-
-    Args:
-        limit: maximum number of rows, chosen as by `chosen_rows`. None shows all.
-        unique_prompts: whether to show only one completion per group.
-    """
     extra, several = extra_names(rows), len({row.step for row in rows}) > 1
-    # A column of numbers is as wide as its header and border. Prompt and completion share the remaining width 1 : 2.
     room = max(width - (48 if several else 40) - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
     prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
     table, number = Table(title=title, width=width, show_lines=True), {"justify": "right", "no_wrap": True}
@@ -287,7 +264,7 @@ def print_table(
     unique_prompts: bool,
     width: int | None = None,
 ) -> None:
-    """Print `completions_table`. ``width`` defaults to the terminal's width, also if a pager reads standard output."""
+    """Print the table as wide as the terminal, also if a pager reads standard output."""
     terminal, buffer = sys.stdout.isatty(), io.StringIO()
     width = width or (Console().width if terminal or sys.stderr.isatty() else DEFAULT_WIDTH)
     table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
@@ -297,14 +274,13 @@ def print_table(
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
     """Return at most ``limit`` rows in their order. First completions of groups are chosen before second ones."""
-    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # number of completions of each group so far
-    by_turn = sorted((next(turns[row.position]), index) for index, row in enumerate(rows))
+    counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
+    by_turn = sorted((next(counters[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]
     return [rows[index] for index in sorted(chosen)]
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Shorten a text to ``limit`` characters (at least 7): its start, an ellipsis and its end."""
     text = text.translate(_CONTROLS)
     if len(text) <= limit:
         return text

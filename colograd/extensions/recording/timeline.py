@@ -1,8 +1,4 @@
-"""`Timeline`: a record of the sampling on one rank: engine load, calls of rewards and tools, and early training.
-
-`Recorder.watching` lets the engine, the reward functions and the tools call its methods. A call costs microseconds. The
-event that `take` returns has a bounded size, however long the sampling took.
-"""
+"""Record of the sampling on one rank. Its event has a bounded size, however long the sampling took."""
 
 from __future__ import annotations
 
@@ -12,49 +8,42 @@ from typing import Any
 
 from ...engine.protocol import Load
 
-POINTS = 100  # Maximum number of points of a curve.
-CALLS = 64  # Maximum number of recorded reward calls, and of tool calls.
+MOST_POINTS = 100
+MOST_CALLS = 64
 
 
 class Timeline:
-    """A record of one round of sampling on this rank, from `begin` to `end`. Times are seconds since `begin`."""
+    """One round of sampling. Times are seconds since `begin`."""
 
     def __init__(self) -> None:
         self.begin()
-        self._records = False  # Whether this rank samples now.
+        self._sampling = False
 
     def begin(self) -> None:
-        self._began, self._records = time.perf_counter(), True
-        self._ended: dict[str, Any] | None = None  # Seconds and preemptions of the sampling.
+        self._began, self._sampling = time.perf_counter(), True
+        self._ended: dict[str, Any] | None = None
         self._looks: list[tuple[float, Load]] = []
         self._calls: dict[str, list[tuple[str, float, float, int]]] = {"rewards": [], "tools": [], "trained": []}
         self._until: float | None = None
 
     def look(self, load: Load) -> None:
-        """Record the engine's load after an engine step."""
-        if self._records:
+        if self._sampling:
             self._looks.append((time.perf_counter() - self._began, load))
 
     def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
-        """Record a call, with times of `time.perf_counter`. Any thread may call this method.
-
-        Args:
-            kind: ``rewards``, ``tools``, or ``trained``: a training of finished groups while other ranks sample.
-            count: number of the reward call's completions, or of the trained tokens.
-        """
-        if self._records or kind == "trained":
+        """Record a call, from any thread. ``count`` are completions of a reward call, or tokens of early training."""
+        if self._sampling or kind == "trained":
             self._calls[kind].append((name, started - self._began, ended - self._began, count))
 
     def end(self, preemptions: int) -> None:
-        """End the record of this rank's sampling."""
-        self._records = False
+        self._sampling = False
         self._ended = {"seconds": round(time.perf_counter() - self._began, 3), "preemptions": preemptions}
 
     def all_sampled(self) -> None:
         self._until = round(time.perf_counter() - self._began, 3)
 
     def take(self) -> dict[str, Any] | None:
-        """Return the contents of the round's "rollout" event. None if this rank hasn't sampled since the last call."""
+        """Return the round's event, or None if this rank hasn't sampled since the last call."""
         ended, self._ended = self._ended, None
         if ended is None:
             return None
@@ -68,8 +57,7 @@ class Timeline:
         return {**ended, **curves, **spans, "until": self._until}
 
 
-def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[list[float]]:
-    """Return at most ``most`` of the points, evenly chosen, with the first and the last point."""
+def curve(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[list[float]]:
     if len(points) > most:
         last = len(points) - 1
         points = [points[index * last // (most - 1)] for index in range(most)]
@@ -77,7 +65,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the time after which always fewer than half of the largest number of sequences ran. None if none ran."""
+    """Return the time after which fewer than half of the largest number of sequences ran."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None
@@ -85,8 +73,10 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
     return round(points[min(after, len(points) - 1)][0], 3)
 
 
-def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
-    """Sort calls by start. If there are more than ``most``, merge neighbours of one name and add up completions."""
+def merged(
+    calls: Sequence[tuple[str, float, float, int]], most: int = MOST_CALLS
+) -> list[tuple[str, float, float, int]]:
+    """Sort calls by start. Neighbours of one name are merged if there are more than ``most`` calls."""
     of_names: dict[str, list[tuple[str, float, float, int]]] = {}
     for call in sorted(calls, key=lambda call: call[1]):
         of_names.setdefault(call[0], []).append(call)

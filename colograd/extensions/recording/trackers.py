@@ -1,11 +1,4 @@
-"""Tables, histograms and alarms for the trackers of ``report_to``, which transformers' callbacks start and feed.
-
-    wandb, trackio   Table, Histogram, alert
-    tensorboard      histograms, alarms as texts
-
-wandb and trackio count steps by themselves, so this module must not begin a new step. For wandb, `commit=False` adds
-data to the step of the metrics. For trackio, data waits until transformers' callback has sent the metrics (`flush`).
-"""
+"""Tables, histograms and alarms for trackers. They join the step of the metrics that transformers' callbacks send."""
 
 from __future__ import annotations
 
@@ -19,12 +12,12 @@ from typing import Any
 import numpy as np
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
-# Methods of a tracker. Their errors don't end the run. Errors at a tracker's start do, so that the user can fix them.
+# A tracker's errors after its start don't end the run.
 EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
 
 
 class Spare:
-    """Makes context managers that turn an exception into a warning. Only the first exception gives a warning."""
+    """Makes context managers that turn an exception into a warning. Only the first exception gives one."""
 
     def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
         self._warn, self._told = warn, False
@@ -33,7 +26,7 @@ class Spare:
     def __call__(self, problem: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # An error of a log or tracker must not end the run.
+        except Exception as error:
             if not self._told:
                 self._told = True
                 line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
@@ -41,7 +34,6 @@ class Spare:
 
 
 def spare_from_trackers(trainer: Any) -> None:
-    """Turn errors of transformers' trackers after their start, such as a full disk, into a warning."""
     spare = Spare(trainer.console.warn)
     for callback in trainer.callback_handler.callbacks:
         if not type(callback).__module__.startswith("transformers.integrations"):
@@ -53,8 +45,6 @@ def spare_from_trackers(trainer: Any) -> None:
 
 
 class Trackers:
-    """Sends data to the trackers of ``report_to``. ``writer`` returns TensorBoard's; ``warn`` logs the first error."""
-
     def __init__(
         self,
         report_to: Sequence[str],
@@ -62,26 +52,24 @@ class Trackers:
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._names, self._writer, self._spare = list(report_to), writer, Spare(warn)
-        self._waiting: dict[str, Any] = {}  # data for trackio that waits for `flush`
+        self._for_trackio: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
     def flush(self) -> None:
-        """Send the waiting data of a step to trackio. Call this after the step's metrics were sent."""
-
         def send(name: str, trackio: Any) -> None:
-            data, self._waiting = self._waiting, {}
-            following = getattr(_current_run(trackio), "_next_step", None)  # trackio's next step, a private name
+            data, self._for_trackio = self._for_trackio, {}
+            following = getattr(_current_run(trackio), "_next_step", None)  # private in trackio
             trackio.log(data, step=None if following is None else max(following - 1, 0))
 
-        if self._waiting:
+        if self._for_trackio:
             self._each(("trackio",), send)
 
     def table(
         self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
     ) -> None:
-        """Send a table. ``columns`` has one value per row, ``pictures`` has a list of image files per row."""
+        """Send a table. ``pictures`` has a list of image files per row."""
         import pandas as pd
         from PIL import Image
 
@@ -116,10 +104,8 @@ class Trackers:
         self._each(("wandb", "trackio", "tensorboard"), send)
 
     def _each(self, names: Sequence[str], send: Callable[[str, Any], None]) -> None:
-        """Call ``send`` with each running tracker: a module, or TensorBoard's writer."""
         for name in (name for name in names if name in self._names):
             tracker = self._writer() if name == "tensorboard" else sys.modules.get(name)
-            # The module is None if transformers' callback hasn't imported the tracker.
             if tracker is not None and (name == "tensorboard" or _current_run(tracker) is not None):
                 with self._spare(f"trackers: {name} didn't take all that was sent"):
                     send(name, tracker)
@@ -128,7 +114,7 @@ class Trackers:
         if name == "wandb":
             sys.modules[name].log(data, commit=False)
         else:
-            self._waiting |= data
+            self._for_trackio |= data
 
 
 def _current_run(tracker: Any) -> Any:

@@ -1,13 +1,10 @@
 """Model FLOPs of a training step, and the device's peak FLOP/s.
 
-FLOPs = 6 x the matrices of the layers x tokens through the model          (4 x for frozen matrices)
-      + 6 x the head's matrix x predicted tokens                          (the head computes only these)
+FLOPs = 6 x the layers' matrices (4 x if frozen) x tokens of packed rows
+      + 6 x the head's matrix (4 x if frozen) x predicted tokens
       + 12 x layers x heads x head size x pairs of a query and a key that the query attends to
 
-A multiplication with its addition is 2 FLOPs in a forward, and 4 in its backward (2 for weights without a gradient). A
-pair has two products, with the key and with the value. Tokens are counted in the packed rows, so a shared prompt counts
-once. Repeated work (checkpointing, tiles of logits) isn't counted, and neither are norms, rotations and the optimizer.
-Attention windows are counted as full attention. Only dense models are supported.
+Repeated work, norms and the optimizer aren't counted. Attention windows count as full attention.
 """
 
 from __future__ import annotations
@@ -26,12 +23,12 @@ from ...policy.lora import unwrap
 from ...runtime import cpu_products
 from ...runtime.sizes import num_experts
 
-# FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
+# FLOP/s of dense bfloat16 products, from data sheets. A device's name has all words of its entry.
 PEAKS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
 }  # fmt: skip
-SECONDS = 0.2  # Seconds of the measurement of a device that `PEAKS` lacks.
-SIZES = {"cpu": 1024, "cuda": 4096}  # Rows and columns of the measured matrices.
+SECONDS = 0.2  # of a measurement
+SIZES = {"cpu": 1024, "cuda": 4096}  # of the multiplied square matrices
 
 
 def peak_of(device: str) -> float | None:
@@ -40,12 +37,11 @@ def peak_of(device: str) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return a device's peak FLOP/s, from its data sheet or measured, and the number's source."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
     if device.type == "cpu" and dtype == torch.bfloat16 and cpu_products.wanted():
-        dtype = torch.float32  # On such CPUs Colograd computes products of bfloat16 matrices in float32.
+        dtype = torch.float32  # as Colograd multiplies on such CPUs
     size = SIZES.get(device.type, 1024)
     factor = torch.ones(size, size, device=device, dtype=dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -61,13 +57,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Work:
-    tokens: int = 0  # Packed tokens.
-    predicted: int = 0  # Completion tokens among the packed tokens.
-    pairs: int = 0  # Pairs of a query and a key that the query attends to.
+    tokens: int = 0
+    predicted: int = 0
+    pairs: int = 0
 
     @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Work:
-        """Add up the work of packed rows."""
         tokens = predicted = pairs = 0
         for rollouts in (part.rollouts for row in rows for part in row.parts):
             parts = [(each.context, each.length) for rollout in rollouts for each in rollout.segments]
@@ -79,17 +74,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Numbers of elements of a model's matrices, to compute FLOPs from a step's `Work`."""
+    """Numbers of elements of a model's matrices: trained and frozen ones in the layers, and the head's."""
 
-    trained: int  # Elements of the layers' matrices with a gradient.
-    frozen: int  # Elements of the layers' matrices without a gradient.
-    head: int  # Elements of the head's matrix.
-    attention: int  # Multiplications in attention per pair: layers x heads x head size.
+    trained: int
+    frozen: int
+    head: int
+    attention: int  # multiplications per pair: layers x heads x head size
     head_is_trained: bool = True
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Count the elements of a model's matrices. Return None for a mixture of experts, which isn't supported."""
+        """Return None for a mixture of experts, because a token uses only some of the matrices."""
         base = unwrap(model)
         if num_experts(base.config):
             return None
@@ -103,7 +98,6 @@ class Matrices:
         return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
 
     def flops(self, work: Work) -> int:
-        """Return the FLOPs of a forward and its backward over ``work``."""
         layers = (6 * self.trained + 4 * self.frozen) * work.tokens
         head = (6 if self.head_is_trained else 4) * self.head * work.predicted
         return layers + head + 12 * self.attention * work.pairs

@@ -76,7 +76,7 @@ def test_what_is_counted_is_what_will_be_read(processor: Any, family: str, monke
     seen = counting(rules, monkeypatch)
     assert rules.reader.lengths(dataset, rules) == expected
     assert len(seen) <= image_data.PROBES + 3, "no more rows are processed than prove it"
-    assert rules.reader is not None and rules.reader.most == 2
+    assert rules.reader is not None and rules.reader.most_images == 2
 
 
 @pytest.mark.parametrize("wrong", [lambda tokens: None, lambda tokens: tokens + (tokens > 20)])
@@ -128,7 +128,7 @@ def test_a_broken_image_is_found_at_start_with_its_row(tmp_path: Path) -> None:
 
 
 def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_data, "SAID_AFTER", -1.0)
+    monkeypatch.setattr(image_data, "SECONDS_BETWEEN_LINES", -1.0)
     told: list[str] = []
     rules = rules_of(tiled, tell=told.append)
     rules.reader.lengths(rows(40), rules)

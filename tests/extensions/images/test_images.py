@@ -116,7 +116,7 @@ def test_a_prompt_has_the_tokens_of_its_images_and_one_placeholder_each_for_the_
     reader = ImageReader(tiny_images.gemma3_processor(tokenizer), model.config.image_token_id)
     row = {"prompt": [{"role": "user", "content": "two"}], "images": [tiny_images.picture(1), tiny_images.picture(2)]}
     asked = reader.read(row, {"add_generation_prompt": True}, "row 0")
-    assert asked.images is not None and len(asked.images.places) == 8 and reader.most == 2
+    assert asked.images is not None and len(asked.images.places) == 8 and reader.most_images == 2
     assert asked.images.engine_ids.count(tokenizer.boi_token_id) == 2
     assert asked == reader.read(row, {"add_generation_prompt": True}, "row 0")
     assert asked != reader.read(row | {"images": row["images"][::-1]}, {"add_generation_prompt": True}, "row 0")
@@ -158,10 +158,10 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
 
 def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
     from colograd.apps.report.samples import PICTURE
-    from colograd.extensions.images.rider import thumbnails
     from colograd.extensions.recording.completions import data_url
 
-    made = [*map(data_url, thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)]))]
+    pictures = tuple(tiny_images.picture(n, 500, 300) for n in range(6))
+    made = [*map(data_url, Images("", (), pictures, {}, ()).thumbnails())]
     assert len(made) == 4 and all(len(each) < 6000 for each in made)
     harmful = ["javascript:alert(1)", "data:image/jpeg;base64,<b>"]
     assert [each for each in (*made[:1], *harmful) if PICTURE.fullmatch(each)] == made[:1]

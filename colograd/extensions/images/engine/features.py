@@ -1,8 +1,4 @@
-"""Images in vLLM: prompts with images, checks that vLLM and trainer read equal tokens, and removal of old features.
-
-vLLM gets the images, and a prompt with one placeholder token per image. vLLM's processor replaces each placeholder by
-the image tokens of the image.
-"""
+"""Images in vLLM. A prompt has one placeholder token per image, which vLLM's processor replaces by image tokens."""
 
 from __future__ import annotations
 
@@ -26,17 +22,15 @@ from ..towers import see_both_ways
 
 
 class ImagePrompts(EngineFeature):
-    """Engine feature for prompts with images. ``most``: largest number of images in a request, where 0 means the number
-    of tokens in the context, because each image needs a token. ``whole``: whether no engine step may split an image,
-    because the image's tokens attend to each other bidirectionally."""
+    """Engine feature for at most ``most`` images per request. With ``whole`` no engine step may split an image."""
 
     def __init__(self, most: int, on_cpu: bool, whole: bool, processor: Any) -> None:
         self.most, self.on_cpu, self.whole, self.processor = most, on_cpu, whole, processor
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        find_gemma3()  # Register Gemma 3 here, because vLLM loads a model's class before it builds an engine.
-        most = {"image": self.most or arguments["max_model_len"], "video": 0, "audio": 0}
-        whole = {"disable_chunked_mm_input": True} if self.whole else {}  # On GPUs vLLM sets this itself.
+        find_gemma3()  # vLLM loads a model's class before it builds an engine
+        most = {"image": self.most or arguments["max_model_len"], "video": 0, "audio": 0}  # an image needs a token
+        whole = {"disable_chunked_mm_input": True} if self.whole else {}  # on GPUs vLLM sets this itself
         return {"limit_mm_per_prompt": arguments.get("limit_mm_per_prompt", most), **whole}
 
     def while_built(self) -> contextlib.AbstractContextManager[Any]:
@@ -48,8 +42,6 @@ class ImagePrompts(EngineFeature):
         return both_ways()
 
     def built(self, engine: Any) -> None:
-        """Raise an error if vLLM processes images unlike the trainer's processor, or if vLLM on a CPU is too old for
-        the model's bidirectional attention among an image's tokens."""
         self.core = engine.core
         model_config = self.core.vllm_config.model_config
         if self.on_cpu and getattr(model_config, "is_mm_prefix_lm", False):
@@ -77,20 +69,16 @@ class ImagePrompts(EngineFeature):
             self.forget()
 
     def forget(self) -> None:
-        """Drop vLLM's cached image features after a change of the weights, so that vLLM encodes images again. Processed
-        pixels stay cached, because they don't depend on the weights."""
+        """Drop image features of old weights. Processed pixels stay cached."""
         self.core.reset_encoder_cache()
 
 
 class TextAlone(EngineFeature):
-    """Engine feature that loads a model without its vision and audio towers, because all prompts are text."""
-
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"language_model_only": True}
 
 
 def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
-    """Return `ImagePrompts`, `TextAlone` for a run that doesn't use the model's towers, or None without towers."""
     if use.policy is None:
         return TextAlone() if has_tower(use.model_config) else None
     if use.policy.processor is None:
@@ -103,8 +91,7 @@ def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
 
 
 def find_gemma3() -> None:
-    """Register vLLM's class of Gemma 3 if torchvision isn't installed. vLLM's module of Gemma 3 imports a processor
-    that needs torchvision, but uses that processor in annotations only."""
+    """Register vLLM's Gemma 3 if torchvision isn't installed. vLLM's module needs torchvision for annotations only."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models import ModelRegistry
@@ -118,14 +105,12 @@ def find_gemma3() -> None:
         found = importlib.import_module("vllm.model_executor.models.gemma3_mm")
     finally:
         del sys.modules[named.__name__]
-    # Register the class, because vLLM inspects unregistered classes in a subprocess, where the import would fail.
+    # vLLM inspects unregistered classes in a subprocess, where the import would fail.
     ModelRegistry.register_model(architecture, getattr(found, architecture))
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """Return a prompt with images in the form that vLLM's `LLMEngine.add_request` takes. vLLM would insert an image at
-    a placeholder token that the model or a tool wrote. So `Images.engine_ids` has the token `STAND_IN` there. This
-    function lets vLLM insert the image tokens, then restores the written placeholders."""
+    """Return a prompt for vLLM, with the placeholders that the model or a tool wrote in place of `STAND_IN`."""
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
@@ -143,7 +128,7 @@ def prompt_with_images(core: Any, asked: ModelInput) -> Any:
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
-    """Raise a RuntimeError if ``found``, a prompt's tokens in vLLM, differ from the tokens of the trainer's row."""
+    """Raise a RuntimeError if vLLM's prompt tokens, ``found``, differ from the trainer's."""
     if asked.images is None or tuple(found) == asked.ids:
         return
     token = asked.ids[asked.images.places[0]]
@@ -156,11 +141,9 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
 
 
 def _check_same_processor(model_config: Any, processor: Any) -> None:
-    """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting. For Gemma 4 also raise a
-    ValueError if vLLM would count an image's tokens by a different value in the model's config."""
     from vllm.transformers_utils.processor import cached_processor_from_config
 
-    # Pass the class, because otherwise vLLM uses a class of its own for some models (InternVL), for older checkpoints.
+    # Without the class vLLM uses its own for some models, such as InternVL.
     theirs = cached_processor_from_config(model_config, processor_cls=type(processor)).image_processor.to_dict()
     ours = processor.image_processor.to_dict()
     for name in sorted(theirs.keys() | ours.keys()):
@@ -179,14 +162,14 @@ def _check_same_processor(model_config: Any, processor: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a processor's setting into dicts and lists, so that settings of different classes can be compared."""
+    """Convert a setting into dicts and lists, so that settings of different classes compare."""
     if hasattr(value, "items"):
         return {key: _plain(of) for key, of in value.items() if of is not None}
     return [*value] if isinstance(value, tuple) else value
 
 
 def whole_of_known_features() -> None:
-    """Patch vLLM's scheduler, so that engines that must not split an image over two steps don't split cached ones."""
+    """Patch vLLM's scheduler, which would split an image with cached features over two steps."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
@@ -209,8 +192,7 @@ def whole_of_known_features() -> None:
 
 
 def up_to_a_picture(pictures: Iterable[tuple[int, int]], computed: int, count: int) -> int:
-    """Return how many tokens of a request to read next after ``computed`` ones: the scheduler's ``count``, or fewer, so
-    that no image is split. ``pictures`` has the index of the first token and of the last token + 1 of each image."""
+    """Return ``count``, or fewer tokens so that no image is split. ``pictures`` has [first, end) of each image."""
     for first, end in pictures:
         if first < computed + count < end:
             return max(0, first - computed)
