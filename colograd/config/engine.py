@@ -58,14 +58,12 @@ class EngineKnobs(TrainingArguments):
 
     @property
     def layout(self) -> RankLayout:
-        """This rank's position in the job: machine, engine, and ranks that share rows."""
         return RankLayout(
             self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size(),
             self.sequence_parallel_size, self.vllm_tensor_parallel_size if self.tensor_parallel else 1,
         )  # fmt: skip
 
     def _check_ranks(self) -> None:
-        """Raise a ValueError if the launched ranks don't form one process group, or don't divide into engines."""
         launched = int(os.environ.get("WORLD_SIZE") or 1)
         if self.world_size != launched:
             raise ValueError(

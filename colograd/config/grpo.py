@@ -1,4 +1,4 @@
-"""`GRPOConfig`: all settings of a run, from sampling and scoring to training and reporting."""
+"""`GRPOConfig`: all settings of a run."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class TRLKnobs(TrainingArguments):
     vllm_importance_sampling_cap: float | None = knob(None)
 
     def _check_trl(self) -> None:
-        """Raise a ValueError for a setting of TRL that Colograd refuses, unless it has TRL's default. Trainers repeat
-        the check."""
+        """Refuse settings of TRL. Trainers repeat this check."""
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) != each.default:
                 raise ValueError(unknown_name(each.name, ()))
@@ -74,7 +73,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     construction Colograd writes to a configuration only in the methods named ``resolve_*``.
     """
 
-    notes: ClassVar[list[str]]  # `notes`: log lines about the settings of an instance, such as an old name.
+    notes: ClassVar[list[str]]  # Log lines about the settings of an instance.
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "teacher_model_name_or_path",
         "teacher_model_init_kwargs", "generation_kwargs", "transformers_continuous_batching_config",
@@ -117,11 +116,11 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 setattr(self, present, value)
                 self.notes.append(f"config: `{old}` is the old name of `{present}`")
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # A copy, because transformers may replace None by False.
+        checkpoints: Any = self.gradient_checkpointing  # transformers may replace None by False.
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
-        # Hide the settings of torch.compile from transformers, which would allow TF32 and compile the whole model.
+        # With the settings of torch.compile transformers would allow TF32 and compile the whole model.
         compiling = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         compiled = {name: getattr(self, name) for name in compiling}
         for name in compiling:
@@ -133,12 +132,12 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         process.drop_inherited_ranks()
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
-            join(timedelta(seconds=self.ddp_timeout))  # On a CPU transformers ignores the setting `ddp_timeout`.
-        # After torchrun has restarted the ranks, accelerate would read the addresses of ended processes.
+            join(timedelta(seconds=self.ddp_timeout))  # On a CPU transformers ignores `ddp_timeout`.
+        # After a restart by torchrun, accelerate would read the addresses of ended processes.
         elif attempt() and torch.cuda.is_available():
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
-        self.disable_tqdm: bool = bool(self.disable_tqdm)  # None would hide bars, because the log level is ERROR.
+        self.disable_tqdm: bool = bool(self.disable_tqdm)  # transformers would replace None by the log level.
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         if self.metric_for_best_model is not None:
@@ -157,15 +156,15 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._resolve_budget(self.on_cpu)
         note = " (rows have other lengths in each micro-batch)"
         Rules(one_of=COMPILE_MODES, note=note).check("torch_compile_mode", self.torch_compile_mode)
-        if self.use_liger_kernel:  # Turn off Liger's losses, because one is on by default.
+        if self.use_liger_kernel:  # One of Liger's losses is on by default.
             kernels: dict[str, Any] = self.liger_kernel_config or {}  # type: ignore[assignment]
             self.liger_kernel_config = dict.fromkeys(LIGER_LOSSES, False) | kernels
         self.notes.extend(self._drop_what_is_done_anyway())
-        if self.loss_eval is None:  # By default a loss is computed at the training temperature, or for the best model.
+        if self.loss_eval is None:
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)
         self._check_ranks()
-        for check in registry.hooks("check_settings"):  # Extensions' checks of settings, functions (config) -> None.
+        for check in registry.hooks("check_settings"):  # Functions (config) -> None.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         self.notes.extend(self._check_conflicts_and_bias())
@@ -175,12 +174,11 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse later changes of settings that a trainer reads only once (`_read_at_start`). Most of transformers'
-        fields can still change, because each `train` reads them again."""
+        """Refuse later changes of settings that a trainer reads only once. Each `train` reads most of transformers'
+        again."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field. Changing a frozen field raises an AttributeError; see `freeze`."""
         if "_frozen" in vars(self) and name in _read_at_start() and value != (now := getattr(self, name)):
             raise AttributeError(
                 f"{name} is {now!r} and can't become {value!r}: a trainer was made with the present value. "
@@ -189,15 +187,13 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # A copied config isn't frozen.
+        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # A copy isn't frozen.
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the policy trains on the CPU."""
         return bool(self.device.type == "cpu")
 
     def check_for_trainer(self) -> None:
-        """Raise a ValueError for settings that prevent training, such as a tracker that isn't installed."""
         self._check_trl()
         for name in self.report_to or ():  # transformers would refuse a missing tracker only after loading the model.
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
@@ -230,15 +226,13 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 )
 
     def advice(self) -> Iterator[str]:
-        """Yield a log line for each valid setting without effect or that users rarely intend, and for the launcher's
-        sharding."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
         for each in fields(self):
             if each.name in UNUSED and getattr(self, each.name) != each.default:
                 yield f"config: `{each.name}` has no effect: {UNUSED[each.name]}"
         if self.sharding_note:
             yield self.sharding_note
-        for advise in registry.hooks("advice"):  # Extensions' functions (config) -> log lines.
+        for advise in registry.hooks("advice"):  # Functions (config) -> log lines.
             yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
@@ -256,7 +250,6 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Return the names of settings that `freeze` protects: most of Colograd's, and a few of transformers'."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}

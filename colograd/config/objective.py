@@ -140,12 +140,11 @@ class ObjectiveKnobs(SamplingKnobs):
     (DeepSeek-V3.2), e.g. 0.5."""
 
     def _check_conflicts_and_bias(self) -> list[str]:
-        """Raise a ValueError for the first conflict of settings. Disable the sampler's correction if its ratio would
-        compare different distributions. Return log lines."""
+        """Disable the sampler's correction if its ratio would compare different distributions. Return log lines."""
         changes, drafts = shaping(vars(self)), value_of(self, DRAFTS) is not None
         names = ", ".join(f"{name} {value!r}" for name, value in changes.items())
         truncates, corrects = {*changes} <= {*TRUNCATING}, names and self.vllm_importance_sampling_correction
-        # If vLLM records the tokens that truncation leaves, the correction stays right.
+        # The correction stays right over the tokens that truncation leaves, which vLLM records.
         recorded = truncates and "top_k" in changes and not drafts and "kept_tokens" in registry.installed()
         biased = corrects and not recorded
         check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
@@ -167,7 +166,7 @@ class ObjectiveKnobs(SamplingKnobs):
 
     @property
     def replays_truncation(self) -> bool:
-        """Whether vLLM records the tokens that `top_k` leaves. Policy, reference and teacher normalise over them."""
+        """Whether policy, reference and teacher normalise over the tokens that `top_k` leaves, which vLLM records."""
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 
 
@@ -230,5 +229,4 @@ class DistillationKnobs:
 
     @property
     def distils(self) -> bool:
-        """Whether a teacher is set."""
         return self.teacher_model_name_or_path is not None

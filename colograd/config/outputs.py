@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from .knob import knob, recording
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Reward workers ignore these signals, see usercode/worker_process.py.
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Worker processes ignore them (usercode/worker_process.py).
 
 
 @dataclass
@@ -43,16 +43,15 @@ class SavingKnobs(TrainingArguments):
     a change is an error."""
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
-        """Set ``save_on_each_node`` if nodes share no file system."""
         self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
 
     @property
     def keeps_journal(self) -> bool:
-        """Whether every scored group is recorded in `_journal/`. With `report` a few groups are in any case."""
+        """Whether every scored group is recorded in `_journal/`. `report` records a few groups in any case."""
         return self.journal != "off"
 
 
-TRACKERS = ("wandb", "trackio", "tensorboard")  # Trackers for `report_to` that need a package of the same name.
+TRACKERS = ("wandb", "trackio", "tensorboard")  # Each is also the name of a package that the tracker needs.
 
 
 @dataclass
@@ -80,5 +79,5 @@ class LogKnobs:
     verbose: bool = knob(False, "Show the logs of vLLM and transformers.")
 
     def resolve_replay(self) -> None:
-        """Turn the report off: a replay (recorded steps trained again) must not change the run's folder."""
+        """Turn the report off, because a replay must not change the run's folder."""
         self.report = False

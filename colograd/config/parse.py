@@ -31,8 +31,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
-    parser.set_defaults(**settings)  # argparse converts texts to the fields' types: YAML 1.1 reads ``1e-5`` as a text.
-    _flags(parser, argv)  # `_flags` raises a ValueError for an unknown flag or a value of the wrong type.
+    parser.set_defaults(**settings)  # argparse converts texts: YAML 1.1 reads ``1e-5`` as a text.
+    _flags(parser, argv)  # Raises a ValueError for a bad flag, where the parser's next line would exit.
     script, config, model = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
     if script.ignore_bias_buffers:
@@ -66,7 +66,6 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flags_help() -> str:
-    """Format the command line's help: every flag of Colograd and transformers with its meaning."""
     return _parser().format_help().partition("options:\n")[2]
 
 
@@ -75,7 +74,6 @@ def _parser() -> HfArgumentParser:
 
 
 def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """Parse flags into values by name. An unknown flag or a value of the wrong type is a ValueError."""
     try:
         values, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -86,10 +84,10 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the recipe's settings with the entries that flags ``--field.key value`` set, the other arguments, and the
-    recipe's path. Set the environment variables of the recipe's ``env``."""
+    """Return the recipe's settings with the values of ``--field.key`` flags, the other arguments, and the recipe's
+    path."""
     rest: list[str] = []
-    nested: dict[str, dict[str, Any]] = {}  # Values of flags ``--field.key value``: field -> key -> value.
+    nested: dict[str, dict[str, Any]] = {}  # Flags ``--field.key value``: field -> key -> value.
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")

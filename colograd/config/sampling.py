@@ -9,15 +9,13 @@ from typing import Any
 from .knob import knob
 from .steps import StepKnobs
 
-# Parameters of vLLM that can make its distribution differ from the model's softmax at the temperature. None has no
-# effect. `NEUTRAL` maps a parameter to other values without effect. All others have no effect as 0 or empty.
+# Parameters of vLLM that can change the distribution. None, and the values in `NEUTRAL`, else 0 and empty, don't.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
-TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that top_p, top_k and min_p leave.
-# Parameters of transformers' `generate` and vLLM, with the values that change nothing here. `n` may be 1, because TRL
-# repeats the prompt for each completion.
+TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that these leave.
+# Parameters with the values that change nothing here. TRL sets `n` to 1, and repeats the prompt for each completion.
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
     "use_cache": (True,), "early_stopping": (False,), "length_penalty": (1,), "typical_p": (1,),
@@ -44,17 +42,16 @@ class SamplingKnobs:
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Drop entries of ``generation_kwargs`` that change nothing, and return a log line for each. Raise a ValueError
-        if a parameter that only transformers has requests anything."""
+        """Drop entries of ``generation_kwargs`` that change nothing. Return a log line for each."""
         kwargs = self.generation_kwargs
         if not isinstance(kwargs, dict):
             return []
-        length, temperature = self.max_completion_length, self.temperature
-        anyway = ANYWAY | {"max_new_tokens": (length,), "max_tokens": (length,), "temperature": (temperature,)}
+        length = (self.max_completion_length,)
+        anyway = ANYWAY | {"max_new_tokens": length, "max_tokens": length, "temperature": (self.temperature,)}
         needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
         self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
-            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names too, checked later.
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's too: checked later.
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
                     f"{anyway[name][0]!r}: remove the entry. (Lengths are max_completion_length; greedy evaluation is "
@@ -89,12 +86,10 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
     of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`."""
 
     def eval_generations(self) -> int:
-        """Return the number of completions per prompt in `evaluate`; 1 by default if evaluation is greedy."""
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """With ``load_best_model_at_end``, set an unset ``metric_for_best_model`` to `reward`. transformers' default is
-        the loss, which an evaluation may lack."""
+        """Choose `reward` where transformers would choose the loss, which an evaluation may lack."""
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return
         if self.greater_is_better is False:

@@ -62,14 +62,13 @@ class ModelConfig:
             raise ValueError(f"use_peft is true, but peft can't be imported ({error}). Run pip install peft.") from None
         targets: Any = self.lora_target_modules
         if len(targets or ()) == 1 and (targets[0] == "all-linear" or not re.fullmatch(r"[\w.]+", targets[0])):
-            targets = targets[0]  # peft reads `all-linear` or a regular expression only as a text, not in a list.
+            targets = targets[0]  # peft reads `all-linear` and regular expressions only outside a list.
         names = ("task_type", "r", "target_parameters", "modules_to_save")
         renamed = {name: getattr(self, f"lora_{name}") for name in names}
         same = {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
         return LoraConfig(**renamed, **same, target_modules=targets, bias="none")
 
     def init_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments for `from_pretrained`, to put into `GRPOConfig.model_init_kwargs`."""
         settings: dict[str, Any] = {"revision": self.model_revision, "dtype": self.dtype}
         if self.load_in_8bit:
             settings["quantization_config"] = {"load_in_8bit": True}
@@ -124,5 +123,4 @@ class ScriptArguments:
         check_values(self)
 
     def all_rewards(self) -> list[str]:
-        """Return the names of all reward functions, the reward model first, as in TRL's script."""
         return [*([self.reward_model_name_or_path] if self.reward_model_name_or_path else []), *self.reward_funcs]

@@ -1,8 +1,6 @@
 """Settings of an optimizer step: prompts, groups of completions, iterations and micro-batches.
 
-A configuration multiplies ``per_device_train_batch_size`` by ``gradient_accumulation_steps``. The product counts
-*completions per engine and optimizer step*, because micro-batches are formed by tokens and not by rows. Each rank has
-its own engine unless ``vllm_tensor_parallel_size`` is above 1.
+``per_device_train_batch_size`` counts completions per engine and optimizer step, because rows are cut by tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +68,6 @@ class StepKnobs(TrainingArguments):
     """Maximum number of rounds over which `carry_over` carries a group; the next round waits for it."""
 
     def _resolve_budget(self, on_cpu: bool) -> None:
-        """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays: training measures it."""
         budget = self.max_tokens_per_microbatch
         if budget is None or budget == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
@@ -86,12 +83,12 @@ class StepKnobs(TrainingArguments):
 
     @property
     def token_budget(self) -> int:
-        """Maximum tokens of a micro-batch by the settings; 0 if they leave the maximum to a measurement (`auto`)."""
+        """Maximum tokens of a micro-batch by the settings. 0: `auto`, which training measures."""
         return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
 
     @property
     def round_length(self) -> int:
-        """Number of optimizer steps from one generation to the next."""
+        """Optimizer steps from one generation to the next."""
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
 
     def _fold_batch(self, ranks: int) -> None:
@@ -138,7 +135,7 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Return the number of optimizer steps per generation; 1 if TRL would generate several times per step."""
+        """Return the optimizer steps per generation; 1 if TRL would generate several times per step."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
@@ -158,13 +155,13 @@ class StepKnobs(TrainingArguments):
 
     @property
     def groups_per_round(self) -> int:
-        """Number of groups that a rank's engine must finish per generation."""
+        """Groups that a rank's engine must finish per generation."""
         completions = self.per_device_train_batch_size * (self.steps_per_generation or 1)
         return completions // (self.num_generations or 1)
 
     @property
     def groups_in_flight(self) -> int:
-        """Number of groups that a rank's engine samples at once; with `carry_over` more than a generation needs."""
+        """Groups that a rank's engine samples at once."""
         if self.carry_over is None:
             return self.groups_per_round
         return math.ceil(self.groups_per_round / self.carry_over - 1e-9)

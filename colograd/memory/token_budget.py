@@ -1,8 +1,7 @@
 """The token budget: the maximum tokens of a micro-batch (`max_tokens_per_microbatch`), halved if memory runs out.
 
-The optimizer step doesn't depend on the budget. On a GPU, `auto` measures the peak memory of dummy rows of growing
-length while all gradients are allocated, and fits a line. The budget fills `SHARE` of the memory that policy, engine
-and optimizer state leave free.
+On a GPU, `auto` measures the peak memory of dummy rows of growing length while all gradients are allocated, and fits a
+line. The budget fills `SHARE` of the memory that policy, engine and optimizer state leave free.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
 
     Args:
         peak: returns the peak bytes of a forward and backward for a number of tokens; inf if memory ran out.
-        largest: number of tokens that is enough. No larger number is tried.
+        largest: number of tokens that is enough.
 
     Returns:
-        The tokens, a multiple of `STEP`, and their bytes on the line. If memory ran out at `SMALLEST`: half of
-        `SMALLEST`, and 0.
+        The tokens, and their bytes on the line. If memory ran out at `SMALLEST`: half of `SMALLEST`, and 0.
     """
     # The first line starts at the origin, so its slope includes bytes that don't depend on the tokens. That makes the
     # slope too large rather than too small.
@@ -70,7 +68,7 @@ def measure(
         clean: frees activations and gradients.
         shape: tokens of the longest prompt, tokens of the longest completion, and completions per group.
         pending_bytes: bytes of the optimizer's state if it isn't allocated yet.
-        ranks_per_sequence: ranks that divide a row's tokens. Each of them needs enough tokens to be busy.
+        ranks_per_sequence: ranks that divide a row's tokens.
     """
     device = rules.device
     prompt, completion, count = shape
@@ -100,7 +98,6 @@ def measure(
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:
-    """Make a dummy row of ``tokens`` tokens with zero advantages: the longest groups, and a shorter last group."""
     longest_prompt, longest, count = shape
     groups: list[tuple[int, list[int]]] = []
     left = tokens
@@ -133,8 +130,7 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Return the step in new rows packed by ``rules``. Per-token values that all old rows have are copied. No row
-    counts as trained."""
+    """Return the step in new rows, none of them trained. Per-token values that all old rows have are copied."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):  # tensors [N], one value per token
         recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]
