@@ -1,5 +1,7 @@
-"""``colograd show RUN`` prints a step's completions, or all completions that contain a text. It reads the completions
-log, and the rollout log for steps that the completions log lacks."""
+"""``colograd show RUN`` prints a step's completions, or all completions that contain a text.
+
+The rollout log has steps that the completions log lacks.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
         advantage, *rewards = (math.nan if value is None else value for value in numbers)
         rows.append(CompletionRow(
             step=step, position=entry["position"], prompt=entry["prompt"], text="".join(entry["tokens"]).encode(),
-            prompt_tokens=0,  # `colograd show` doesn't show the number of prompt tokens.
+            prompt_tokens=0,  # Not shown.
             completion_tokens=entry["length"], finish_reason=entry["finish"], rewards=tuple(rewards),
             advantage=advantage, extra=entry["extra"],
         ))  # fmt: skip
@@ -101,6 +103,6 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _ranges(steps: Iterable[int]) -> str:
     """Format [1, 2, 3, 7] as "1-3, 7"."""
-    runs = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])  # Consecutive steps have one difference.
+    runs = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
     ends = [(run[0][1], run[-1][1]) for run in ([*pairs] for _, pairs in runs)]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

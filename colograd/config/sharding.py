@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from ..runtime import registry
 from .knob import knob
 
-# Each rank trains the tensors that its vLLM rank samples with. Ranks with equal tensors divide what the suffix names.
+# Each rank trains the tensors that its vLLM rank samples with. The suffix: ranks with equal tensors divide this state.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
 OFFERED = registry.names("sharding")  # Strategy -> extension.
 LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # accelerate sets these variables.

@@ -76,7 +76,7 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first number n of ``able`` with which the run fits if every n-th layer is checkpointed (0: no layer).
+    """Return the first n of ``able`` that fits if every n-th layer is checkpointed (0: no layer).
 
     If no number fits, or if the size of the user's KV cache is unknown, return the last number.
     """

@@ -35,7 +35,7 @@ class PolicySizes:
     elements: int
     trained: int  # Elements of trained parameters.
     weights: int  # Bytes of all weights.
-    gradients: int  # Bytes of gradients, in the dtype in which they are accumulated.
+    gradients: int  # Bytes of gradients, in the dtype of their sums.
     optimizer: int  # Bytes of the optimizer's state (`optimizer_bytes`).
     itemsize: int  # Bytes per element of the policy's dtype.
     gradient_itemsize: int  # Bytes per element of gradients.

@@ -166,9 +166,9 @@ def kept_by_layers(
 def left_on_device() -> Any:
     """Return the extension's estimate of device memory for data that is kept in host memory.
 
-    ``inputs``: number of layer inputs on the device at once. ``state(nbytes)`` and ``sums(nbytes)``: bytes of buffers for
-    an optimizer state, or for gradient sums, of ``nbytes``. ``on_way(gradients, largest)``: peak bytes of gradients in
-    a backward that sends them to the host.
+    ``inputs``: number of layer inputs on the device at once. ``state(nbytes)`` and ``sums(nbytes)``: bytes of buffers
+    for an optimizer state, or for gradient sums, of ``nbytes``. ``on_way(gradients, largest)``: peak bytes of
+    gradients in a backward that sends them to the host.
     """
     (left,) = registry.hooks("left_on_device")
     return left

@@ -21,9 +21,7 @@ from ..policy.second_models import kinds
 from .shape import SHORT
 
 SHARE = 0.8  # Fraction of free memory to fill. Fragmentation and unmeasured row lengths may need 20 %.
-# SMALLEST, LARGEST: smallest and largest number of tokens in a measured row. LARGEST tokens keep any GPU busy. Only
-# longer sequences, and rows that several ranks divide, need a longer row.
-SMALLEST, LARGEST = 1024, 65536
+SMALLEST, LARGEST = 1024, 65536  # Tokens of a measured row. LARGEST tokens keep any GPU busy.
 STEP = 256  # Token budgets are multiples of 256.
 
 
@@ -37,8 +35,7 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
     Returns:
         The tokens, and their bytes on the line. If memory ran out at `SMALLEST`: half of `SMALLEST`, and 0.
     """
-    # The first line starts at the origin, so its slope includes bytes that don't depend on the tokens. That makes the
-    # slope too large rather than too small.
+    # The first line starts at the origin, so that its slope is too large rather than too small.
     x, y, slope, most = 0, 0.0, 0.0, largest
     tokens = SMALLEST
     while tokens <= largest:
@@ -72,10 +69,10 @@ def measure(
     """
     device = rules.device
     prompt, completion, count = shape
-    if rules.share_prompts:  # long completions have most logits, short completions copy most keys
+    if rules.share_prompts:  # Long completions have most logits. Short completions copy most keys.
         shapes = {shape, (prompt, max(1, completion // SHORT), count)}
     else:
-        shapes = {(prompt, completion, 1)}  # each padded row has one completion with its prompt
+        shapes = {(prompt, completion, 1)}
 
     def peak(tokens: int) -> float:
         peaks = []
@@ -153,8 +150,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Free gradients and a failed forward's activations. The caller must have dropped the exception, which holds the
-    activations."""
+    """Free gradients and a failed forward's activations, which the caller's exception must no longer hold."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():
