@@ -67,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def recipes(argv: Sequence[str] | None = None) -> int:
-    """List the files that come with Colograd, or copy some."""
     parser = argparse.ArgumentParser(
         prog="colograd recipes",
         description="List the recipes that come with Colograd, accelerate's configurations, chat templates and jobs "

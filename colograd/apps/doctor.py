@@ -82,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(trainer: GRPOTrainer) -> int:
-    """Run all checks and print their results. Return 0 if every rank passes every check, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
 
     if not trainer.args.on_cpu:
@@ -214,8 +213,7 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few completions of the first prompts, without top_p and similar options. From another source than the
-    engine, only an engine's first rank gets groups."""
+    """Sample a few completions. From another source than the engine, only an engine's first rank gets groups."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)
@@ -252,7 +250,6 @@ def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
 
 
 def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:
-    """Score the groups as in training, and print some completions."""
     import torch
 
     from ..batch import ScoredGroup

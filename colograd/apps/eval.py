@@ -63,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the command's options, and the flags that are settings of the configuration."""
     parser = argparse.ArgumentParser(prog="colograd eval", allow_abbrev=False, exit_on_error=False, add_help=False)
     add = parser.add_argument
     add("model", nargs="?")

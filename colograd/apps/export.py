@@ -84,8 +84,7 @@ def _on_the_hub(problem: str) -> Iterator[None]:
 
 
 def export(source: Path, folder: Path, merge: bool = True) -> str:
-    """Write a checkpoint's model into a new folder, completely or not at all. Return a note on the precision of a
-    merge."""
+    """Write a checkpoint's model completely or not at all. Return a note on the precision of a merge."""
     from ..checkpoint.folders import STATE, open_to_readers
 
     aside = folder.with_name(f".{folder.name}.incomplete")
@@ -101,7 +100,7 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Save the base model plus the adapter, added in float32 and rounded once. Return a note on the precision."""
+    """Add the adapter in float32, and round once."""
     import torch
     import transformers as hf
     from peft import PeftConfig, PeftModel

@@ -124,8 +124,7 @@ def _one_of(flag: str, names: Sequence[str], name: str) -> str:
 
 
 def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ()) -> str:
-    """Return the first ``usual`` column of ``names``, else the only name not in ``but``. Any usual name fits empty
-    ``names``."""
+    """Return the first ``usual`` column, else the only name not in ``but``."""
     others = [name for name in names if name not in but]
     return next((name for name in usual if name in names or not names), others[0] if len(others) == 1 else "")
 

@@ -1,7 +1,6 @@
 """``colograd plan`` shows a model's memory per GPU for each sharding strategy, also for GPUs of another machine.
 
-No weights are loaded: the model's ``config.json`` gives the parameters' shapes. A run plans its memory with the same
-code (`colograd.memory`), but knows its prompts and its device.
+No weights are loaded: the model's ``config.json`` gives the parameters' shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 if a strategy fits, 1 if none fits."""
     from ..memory.choice import auto, fits
 
     process.quiet_logs(False)
@@ -43,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. Defaults come from the recipe and from this machine's GPUs."""
     from ..config.policy import checkpointing_way
 
     parser = _parser()
@@ -195,7 +192,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def described(options: argparse.Namespace) -> RunDescription:
-    """Describe the planned run, on GPUs that are empty."""
     import torch
 
     from ..config import ModelConfig

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = [options.step]
     elif options.grep is None and options.group is None:
         steps = steps[-1:]
-    found: list[tuple[CompletionRow, dict[str, float]]] = []  # Selected rows, each with its rewards by function.
+    found: list[tuple[CompletionRow, dict[str, float]]] = []  # Rows with their rewards by function.
     total, groups = 0, set[int]()
     for step in steps:
         rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[str]]:
-    """Read a training step's completions from the rollout log. Return rows, and the names of the reward functions."""
+    """Read a training step's rows, and the names of its reward functions, from the rollout log."""
     found = [entry for entry in samples.of_step(step, MOST_BYTES)[0] if entry["purpose"] == "train"]
     names = list(dict.fromkeys(name for entry in found for name in entry["rewards"]))
     rows = []

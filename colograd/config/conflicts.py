@@ -29,8 +29,6 @@ DRAFTS = "vllm_engine_kwargs.speculative_config"
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """A condition on the value of one setting."""
-
     words: str  # The condition as text, for docs/configuration.md.
     holds: Callable[[Any], Any]
 

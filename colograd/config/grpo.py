@@ -174,8 +174,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse later changes of settings that a trainer reads only once. Each `train` reads most of transformers'
-        again."""
+        """Refuse later changes of settings that a trainer reads only once."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -27,15 +27,11 @@ class Rules:
     at_most: float | None = None
     below: float | None = None
     remedy: str = "raise it"
-    one_of: tuple[str, ...] = ()  # Allowed values. For a setting that is a list: allowed entries.
+    one_of: tuple[str, ...] = ()
     or_path: bool = False  # An import path is allowed too.
     note: str = ""  # Text behind "isn't supported" in the error.
-    spellings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # Spelling in lower case -> value. YAML reads `off` as False.
-    extension: str | Mapping[str, str] = (
-        ""  # The extension that values other than the default need, or value -> extension.
-    )
+    spellings: Mapping[str, Any] = field(default_factory=dict)  # Spelling in lower case -> value.
+    extension: str | Mapping[str, str] = ""  # Extension of values other than the default, or value -> extension.
 
     def plain(self, value: Any) -> Any:
         return self.spellings.get(str(value).lower(), value) if self.spellings else value
@@ -85,22 +81,19 @@ reference = functools.partial(knob, extension="reference")
 tools = functools.partial(knob, extension="tools")
 
 
-@functools.cache
 def rules_of(group: Any) -> dict[str, Rules]:
     meanings = {each.name: each.metadata.get("help") for each in dataclasses.fields(group)}
     return {name: text.rules for name, text in meanings.items() if isinstance(text, Help)}
 
 
 def check_values(group: Any) -> None:
-    """Replace alternative spellings. Raise a ValueError for a value that breaks its rule or lacks its extension."""
+    """Replace alternative spellings, then raise a ValueError for a bad value."""
+    rules_by_name = rules_of(group)
     for each in dataclasses.fields(group):
-        if (rules := rules_of(group.__class__).get(each.name)) is None:
+        if (rules := rules_by_name.get(each.name)) is None:
             continue
-        value = getattr(group, each.name)
-        plain = rules.plain(value)
-        if plain is not value:
-            setattr(group, each.name, plain)
-            value = plain
+        value = rules.plain(getattr(group, each.name))
+        setattr(group, each.name, value)
         extension = rules.extension if isinstance(rules.extension, str) else rules.extension.get(str(value), "")
         if extension and value not in (each.default, None, []):
             registry.require(extension, f"{each.name}: {shown(value)}")
@@ -111,7 +104,7 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-# Refused settings of TRL, of its command line and of its older versions. TRL's default of a field is allowed.
+# Settings of TRL, of its command line and of its older versions. TRL's default of a field is allowed.
 REFUSED: dict[str, str] = {
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
@@ -121,7 +114,7 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# Fields of TRL and transformers without effect, with the reason. A value other than the default gets a log line.
+# Settings of TRL and transformers without effect. A value other than the default gets a log line.
 UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",

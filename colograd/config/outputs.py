@@ -47,7 +47,6 @@ class SavingKnobs(TrainingArguments):
 
     @property
     def keeps_journal(self) -> bool:
-        """Whether every scored group is recorded in `_journal/`. `report` records a few groups in any case."""
         return self.journal != "off"
 
 
@@ -79,5 +78,5 @@ class LogKnobs:
     verbose: bool = knob(False, "Show the logs of vLLM and transformers.")
 
     def resolve_replay(self) -> None:
-        """Turn the report off, because a replay must not change the run's folder."""
+        """A replay must not change the run's folder."""
         self.report = False

@@ -42,7 +42,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return only the settings that a command line and its recipe set, in JSON types, without checking values."""
+    """Return only the settings that a command line and its recipe set, in JSON types and unchecked."""
     settings, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
@@ -54,7 +54,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return all settings, with defaults. Values aren't checked, because the run may be for another machine."""
+    """Return all settings unchecked, because the run may be for another machine."""
     settings, rest, _ = _settings(argv)
     for group in GROUPS:
         settings, _ = without_nones(settings, never_none(group))
@@ -84,8 +84,6 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the recipe's settings with the values of ``--field.key`` flags, the other arguments, and the recipe's
-    path."""
     rest: list[str] = []
     nested: dict[str, dict[str, Any]] = {}  # Flags ``--field.key value``: field -> key -> value.
     words = iter(argv)

@@ -32,7 +32,6 @@ def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
 
 
 def checkpointing_way(value: Any) -> bool | str | None:
-    """Convert `gradient_checkpointing` from a command line (text) or YAML."""
     if value is None or str(value).lower() == "offload":
         return value if value is None else "offload"
     try:
@@ -75,7 +74,6 @@ class PolicyKnobs(TrainingArguments):
         return dtype
 
     def _take_checkpointing(self) -> None:
-        """Convert ``gradient_checkpointing`` to a bool or None. `offload` becomes an entry of its keyword arguments."""
         given = [[getattr(self, f"{name}{end}", None) for name in CHECKPOINTING] for end in ("", "_kwargs")]
         way, kwargs = (next((value for value in values if value is not None), None) for values in given)
         on = checkpointing_way(way)
@@ -101,7 +99,6 @@ class PolicyKnobs(TrainingArguments):
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
 
     def resolve_loading(self, **more: Any) -> None:
-        """Add keyword arguments of `from_pretrained` to ``model_init_kwargs``."""
         self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:

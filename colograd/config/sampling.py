@@ -42,7 +42,6 @@ class SamplingKnobs:
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Drop entries of ``generation_kwargs`` that change nothing. Return a log line for each."""
         kwargs = self.generation_kwargs
         if not isinstance(kwargs, dict):
             return []

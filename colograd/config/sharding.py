@@ -45,8 +45,7 @@ class ShardingKnobs(TrainingArguments):
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Take ``sharding`` from accelerate's or DeepSpeed's file (extension `launchers`), and hide it from
-        transformers."""
+        """Take over the sharding of accelerate's or DeepSpeed's file, and hide it from transformers."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         self.sharding_note = ""

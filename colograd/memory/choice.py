@@ -16,8 +16,6 @@ BUSY_TOKENS = 8192  # Tokens of a micro-batch that keep a GPU busy.
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
-    """Return a run's memory plan. If the run doesn't fit, raise a ValueError on a GPU; on a CPU the plan names
-    remedies."""
     plan, on_gpu = best_plan(run, strategy), run.devices.on_gpu
     if not fits(run, strategy):
         plan = dataclasses.replace(plan, remedies=remedies(run, strategy))
@@ -93,7 +91,6 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return advice for a run that doesn't fit, without a full stop."""
     proposals = "; ".join(offer(run, strategy) for offer in registry.hooks("remedies"))
     return proposals or "take a smaller model or larger GPUs"
 

@@ -50,8 +50,7 @@ class PolicySizes:
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Compute sizes of a model, which may be on the meta device. ``to_pack``: quantised bytes of parameters after
-        loading."""
+        """Compute the sizes of a model. ``to_pack``: bytes of parameters that loading will quantise."""
         if to_pack is None:
             found = packed_weights(model)
             packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
@@ -109,7 +108,6 @@ class Devices:
     ranks_per_node: int = 0  # Number of ranks on a node. 0 means that all ranks are on one node.
 
     def takes_rows_of(self, ranks: int) -> bool:
-        """Return whether all ranks divide into groups of ``ranks`` ranks on one node."""
         return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
 
 
@@ -170,7 +168,7 @@ class RunDescription(Workload):
 
     @property
     def longest_rows(self) -> list[int]:
-        """Sizes of micro-batches to plan with, in tokens, in descending order. Each size holds the longest sequence."""
+        """Tokens of micro-batches to plan with, in descending order. Each holds the longest sequence."""
         if self.tokens:
             return [max(self.tokens, self.length)]
         sizes = [max(PLANNED_TOKENS * self.ranks_per_sequence, self.length)]
@@ -254,7 +252,7 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 
 
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
-    """Return the sharding strategies that the run could use with more ranks per engine, by ranks per engine."""
+    """Map larger numbers of ranks per engine to the sharding strategies that the run could use with them."""
     drafts = "speculative_config" in dict(settings.vllm_engine_kwargs or {})
     if is_adapted(model) or settings.weights != "auto" or drafts:
         return {}

@@ -40,7 +40,7 @@ class Shape:
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
-        """Read the sizes from a transformers configuration. Missing sizes of heads and MLPs are derived as in GPT-2."""
+        """Read the sizes from a transformers configuration. Missing sizes are derived as in GPT-2."""
 
         def size(name: str, default: int) -> int:
             return size_of(model_config, name) or default
@@ -63,18 +63,16 @@ class Shape:
         )  # fmt: skip
 
     def split(self, ranks: int) -> Shape:
-        """Return the shape of one of ``ranks`` ranks that split each layer. A rank has at least one key-value head."""
         names = ("intermediate", "queries", "capped", "vocabulary")
         parts = {name: -(-getattr(self, name) // ranks) for name in names}
         return replace(self, **parts, keys=max(self.keys // ranks, self.head))
 
     def on_row_ranks(self, ranks: int) -> Shape:
-        """Return the shape per token on one of ``ranks`` ranks that divide a row's tokens and attention's heads. Heads
-        that don't divide are filled up."""
+        """Return the shape per token on a rank with sequence parallelism. Heads that don't divide are filled up."""
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
             return self
-        if heads % ranks == 0 and ranks % keys == 0:  # each rank has one key-value head
+        if heads % ranks == 0 and ranks % keys == 0:  # Each rank has one key-value head.
             return replace(self, keys=ranks * self.head)
         filled = -(-heads // ranks) * ranks * self.head
         return replace(self, queries=filled, keys=filled)
@@ -97,8 +95,6 @@ class Lengths:
     group: int  # Completions that share a prompt in a packed row. 1 if rows are padded.
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
-        """Compute the copies of keys that attention makes in a row of ``tokens``. `policy.attention` reads some in
-        place."""
         scores = (0.0, 0.0)
         if shape.capped:
             many = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
@@ -117,8 +113,7 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Compute the keys per token of a row if each completion's keys are copied behind its prompt's keys, or behind
-        the last of them in a ``window``. 1: no copies."""
+        """Compute the keys per token of a row in which each completion has a copy of its prompt's keys."""
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)
@@ -130,8 +125,7 @@ class Lengths:
         return self.prompt / (self.prompt + count * short)
 
     def _short(self, tokens: int) -> tuple[int, int]:
-        """Return the number of short completions (`SHORT`) of one prompt in a row of ``tokens``, and the tokens of
-        each."""
+        """Return the number of short completions (`SHORT`) of a prompt in a row, and the tokens of each."""
         short = max(1, self.completion // SHORT)
         return min(self.group, max(1, (tokens - self.prompt) // short)), short
 

@@ -78,13 +78,11 @@ class MemoryPlan(RankBytes):
         ]
 
     def remains(self, phase: str) -> int:
-        """Return the bytes left in ``phase`` of `PHASES`. A negative number means that the plan exceeds the device."""
         column = 1 + PHASES.index(phase)
         return self.run.devices.total - sum(int(row[column]) for row in self.rows())
 
     @property
     def room(self) -> int:
-        """Bytes that the KV cache may take."""
         empty = dataclasses.replace(self, kv_bytes=0)
         sampling = empty.remains("sampling")
         return sampling if self.run.sleeps else min(sampling, empty.remains("training"))
@@ -94,7 +92,6 @@ class MemoryPlan(RankBytes):
         return self.room >= need.least and empty.remains("training") >= 0
 
     def with_cache(self, need: CacheNeed, on_gpu: bool = True) -> MemoryPlan:
-        """Return the plan with a KV cache for one whole generation, or a smaller one if memory is short."""
         least, most = (0, max(self.room, 0)) if on_gpu else (need.least, self.run.devices.available // CPU_SHARE)
         return dataclasses.replace(self, kv_bytes=max(least, min(need.wanted, most)))
 

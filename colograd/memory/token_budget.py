@@ -26,14 +26,9 @@ STEP = 256  # Token budgets are multiples of 256.
 
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
-    """Return the maximum tokens below ``limit`` bytes of peak memory, by a line through the last two measurements.
+    """Return the maximum tokens below ``limit`` bytes, and their bytes, by a line through the last two measurements.
 
-    Args:
-        peak: returns the peak bytes of a forward and backward for a number of tokens; inf if memory ran out.
-        largest: number of tokens that is enough.
-
-    Returns:
-        The tokens, and their bytes on the line. If memory ran out at `SMALLEST`: half of `SMALLEST`, and 0.
+    ``peak`` returns the peak bytes of a forward and backward of a number of tokens; inf if memory ran out.
     """
     # The first line starts at the origin, so that its slope is too large rather than too small.
     x, y, slope, most = 0, 0.0, 0.0, largest
@@ -44,7 +39,7 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
             most = tokens - STEP
             break
         x, y, slope = tokens, used, (used - y) / (tokens - x)
-        if y + slope * x > limit:  # twice the tokens wouldn't fit
+        if y + slope * x > limit:
             break
         tokens *= 2
     if not x:
@@ -65,7 +60,6 @@ def measure(
         clean: frees activations and gradients.
         shape: tokens of the longest prompt, tokens of the longest completion, and completions per group.
         pending_bytes: bytes of the optimizer's state if it isn't allocated yet.
-        ranks_per_sequence: ranks that divide a row's tokens.
     """
     device = rules.device
     prompt, completion, count = shape
@@ -103,7 +97,7 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
         room = min(left - prompt, longest * count)
         groups.append((prompt, [min(longest, room - start) for start in range(0, room, longest)]))
         left -= prompt + room
-    if left:  # a group needs two tokens
+    if left:  # A group needs two tokens.
         groups[-1][1][-1] += left
     return dummy(device, groups)
 
@@ -129,7 +123,7 @@ def back_off(
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
     """Return the step in new rows, none of them trained. Per-token values that all old rows have are copied."""
     rows = pack_step(batch.groups, rules)
-    for name in ("old_logprobs", *kinds()):  # tensors [N], one value per token
+    for name in ("old_logprobs", *kinds()):  # Tensors [N].
         recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]
         if not recorded or len(recorded) < len(batch.rows):
             continue
@@ -141,7 +135,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
         packed = []
         for row in rows:
             values = []
-            for rollout, at in places(row):  # a dummy row gets zeros, because the loss ignores its tokens
+            for rollout, at in places(row):  # A dummy row gets zeros, because the loss ignores its tokens.
                 blank = recorded[0].new_zeros(at.stop - at.start, *recorded[0].shape[1:])
                 values.append(known.get(rollout, blank))
             packed.append(row.with_scores(name, torch.cat(values)))

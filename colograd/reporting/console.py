@@ -1,7 +1,4 @@
-"""Console output of a run: progress bars, and one line per optimizer step with the seconds of its phases.
-
-Each line is also a record of the logger `colograd`.
-"""
+"""Console output of a run: progress bars, and one line per optimizer step. Each line is also a log record."""
 
 from __future__ import annotations
 
@@ -19,14 +16,13 @@ from transformers import TrainerCallback
 
 from ..usercode.untrusted import clean, printable
 
-# In the order of a step's line.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "wait", "pack", "log", "sleep", "offload", "ref_logprobs",
     "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
 COLUMNS = 120  # Maximum characters of a step's line.
-LONG = 10.0  # Seconds.
+LONG = 10.0  # Seconds of a phase before its first line of progress.
 SHORTEST = 0.005  # Minimum seconds of a phase in a step's line.
 RECENT = 20  # Past steps that the remaining time is estimated from.
 
@@ -58,7 +54,6 @@ class Console(TrainerCallback):
             self.warn(line)
 
     def progress(self, total: int, name: str, unit: str) -> Progress:
-        """Return a progress display: a bar, or without bars a few lines in the first step."""
         first = self.enabled and not self.bars and self._first
         return Progress(total, name, unit, self.bars, self.say if first else lambda line: None)
 
@@ -142,8 +137,7 @@ def until(seconds: float, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then after each doubling of the
-    time."""
+    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then with each doubling."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
