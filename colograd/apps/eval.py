@@ -106,8 +106,7 @@ def model_of(name: str) -> str:
     folder = model_folder(name) if os.path.isdir(name) else name
     if folder is None:
         raise ValueError(
-            f"{name} holds neither a model (model.safetensors), an adapter nor a complete checkpoint: give a model's "
-            "folder, a checkpoint-N, or a run's output_dir."
+            f"{name} holds neither a model, an adapter nor a checkpoint: give a model, a checkpoint-N or a run."
         )
     return folder
 
@@ -193,8 +192,7 @@ def prepare(
             earlier = json.loads(options.json.read_text())
             if earlier.get("request") != json.loads(json.dumps(request)):
                 raise ValueError(
-                    f"--resume: {options.json} has results of a different model or other settings: name a different "
-                    "file, or remove --resume."
+                    f"--resume: {options.json} has results of another model or other settings: name another file."
                 )
             done = dict(earlier["results"])
         texts = {name: text for name, text in texts.items() if text not in done}

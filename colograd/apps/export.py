@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     folder, source = options.folder, Path(model_folder(str(options.checkpoint)) or options.checkpoint)
     if not (source / "trainer_state.json").is_file():
-        raise ValueError(
-            f"{options.checkpoint} is neither a checkpoint nor a run's folder with a checkpoint: give one of the two."
-        )
+        raise ValueError(f"{options.checkpoint} is neither a checkpoint nor a run's folder with one: give either.")
     if folder.exists():
         raise ValueError(f"{folder} exists already: name a new folder.")
     check(source)

@@ -60,9 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
         sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         if not sizes:
-            raise ValueError(
-                f"this machine has no GPU that gives {missing}: set both options, such as --gpus 8 --gpu-memory 80."
-            )
+            raise ValueError(f"this machine has no GPU that gives {missing}: set both (--gpus 8 --gpu-memory 80).")
         options.gpus = len(sizes) if options.gpus is None else options.gpus
         options.gpu_memory = min(sizes) / GIB if options.gpu_memory is None else options.gpu_memory
     _check(options)

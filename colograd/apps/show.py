@@ -40,14 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples.refresh()
     steps = sorted({*logged, *samples.stored})
     if not steps:
-        raise ValueError(
-            f"{options.run} holds no completions: train with log_completions: true, and give the run's output_dir."
-        )
+        raise ValueError(f"{options.run} holds no completions: train with log_completions: true.")
     if options.step not in (None, *steps):
-        raise ValueError(
-            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: choose one of these "
-            "steps."
-        )
+        raise ValueError(f"step {options.step} isn't in the log of {options.run}: choose one of {_ranges(steps)}.")
     if options.step is not None:
         steps = [options.step]
     elif options.grep is None and options.group is None:

@@ -64,9 +64,8 @@ class EngineKnobs(TrainingArguments):
         launched = int(os.environ.get("WORLD_SIZE") or 1)
         if self.world_size != launched:
             raise ValueError(
-                f"The launcher started {launched} ranks (WORLD_SIZE), but only {self.world_size} would train together: "
-                "start with `torchrun` or `accelerate launch`, and make the GRPOConfig in the process that was "
-                "launched."
+                f"{launched} ranks were launched (WORLD_SIZE), but only {self.world_size} would train together: make "
+                "the GRPOConfig in a process that `torchrun` or `accelerate launch` started."
             )
         per_engine, per_node = self.vllm_tensor_parallel_size, process.local_world_size()
         together = f"the ranks of an engine must be on one machine, and each has {per_node} of them (LOCAL_WORLD_SIZE)"

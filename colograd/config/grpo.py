@@ -194,21 +194,19 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         for name in self.report_to or ():  # transformers would refuse a missing tracker only after loading the model.
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(
-                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove "
-                    "the tracker from `report_to`. Colograd's own report needs no tracker (`report_to: none`)."
+                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove it."
                 )
         if self.n_gpu > 1:
             raise ValueError(
-                f"{self.n_gpu} GPUs are visible to one process, but each GPU needs its own rank (process): start "
-                "with `accelerate launch` or `torchrun`, or make only one GPU visible with CUDA_VISIBLE_DEVICES."
-            )
-        if self.max_steps > 0 and self.max_steps % self.round_length:
-            raise ValueError(
-                f"max_steps is {self.max_steps}, but a round is {self.round_length} optimizer steps "
-                "(steps_per_generation x num_iterations): make it a multiple, such as "
-                f"{-(-self.max_steps // self.round_length) * self.round_length}."
+                f"{self.n_gpu} GPUs are visible to one process, but each needs its own rank: start with `torchrun`, or "
+                "`accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU."
             )
         best, length = self.save_strategy == "best", self.round_length
+        if self.max_steps > 0 and self.max_steps % length:
+            raise ValueError(
+                f"max_steps is {self.max_steps}, but a round is {length} optimizer steps (steps_per_generation x "
+                f"num_iterations): make it a multiple, such as {-(-self.max_steps // length) * length}."
+            )
         if length == 1 or not (best or self.load_best_model_at_end):
             return
         reason = "save_strategy is best" if best else "load_best_model_at_end is true"
@@ -217,8 +215,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
             if strategy == "steps" and (steps < 1 or steps % length):
                 raise ValueError(
                     f"{name} is {steps} and {reason}, but checkpoints are written at the ends of rounds of {length} "
-                    "optimizer steps (steps_per_generation x num_iterations), so no checkpoint might hold the best "
-                    f"model: make {name} a multiple of {length}."
+                    f"optimizer steps (steps_per_generation x num_iterations): make {name} a multiple of {length}."
                 )
 
     def advice(self) -> Iterator[str]:

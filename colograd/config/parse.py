@@ -102,32 +102,24 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     try:
         options, rest = parser.parse_known_args(rest)
     except argparse.ArgumentError:
-        raise ValueError(
-            "--config needs the path of a YAML file, or the name of a recipe that `colograd recipes` lists: give one."
-        ) from None
+        raise ValueError("--config needs a value: a YAML file, or a name that `colograd recipes` lists.") from None
     recipe = options.config and file_or_shipped(options.config)
     settings = _read_yaml(recipe) if recipe else {}
     variables = settings.pop("env", None) or {}
     if not isinstance(variables, dict):
-        raise ValueError(
-            f"env is {variables!r}, but must be a mapping of environment variables to values: write `NAME: value` "
-            "lines."
-        )
+        raise ValueError(f"env is {variables!r}, but must be a mapping: write `NAME: value` lines.")
     os.environ.update({str(name): str(value) for name, value in variables.items()})
     settings = known_settings(settings, KNOWN)
     for name, entries in known_settings(nested, KNOWN).items():
+        flag = f"--{name}.{next(iter(entries))}"
         if name not in MAPPINGS:
-            raise ValueError(
-                f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't a mapping: use --{name}."
-            )
+            raise ValueError(f"{flag} sets an entry of a mapping, but {name} isn't a mapping: use --{name}.")
         if any(word.partition("=")[0] == f"--{name}" for word in rest):
-            raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
+            raise ValueError(f"--{name} and {flag} are both given: give one of the two.")
         present = settings.get(name)  # TRL's recipes may write a mapping as JSON text.
         present = json.loads(present) if isinstance(present, str) else present
         if present is not None and not isinstance(present, dict):
-            raise ValueError(
-                f"--{name}.key sets an entry of a mapping, but {name} is {present!r}: write {name} as a mapping."
-            )
+            raise ValueError(f"{flag} sets an entry of a mapping, but {name} is {present!r}: write a mapping.")
         settings[name] = (present or {}) | entries
     return settings, rest, recipe
 
@@ -141,12 +133,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
-        raise ValueError(
-            f"The recipe {str(path)!r} isn't valid YAML: mend it where the parser stopped. ({error})"
-        ) from None
+        raise ValueError(f"The recipe {str(path)!r} isn't valid YAML: mend it. ({error})") from None
     if not isinstance(settings, dict):
         raise ValueError(
-            f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}: write "
-            "`key: value` lines."
+            f"The recipe {str(path)!r} must be a mapping, not a {type(settings).__name__}: write `key: value` lines."
         )
     return settings

@@ -37,9 +37,7 @@ def checkpointing_way(value: Any) -> bool | str | None:
     try:
         return bool(string_to_bool(value))
     except ArgumentTypeError:
-        raise ValueError(
-            f"gradient_checkpointing is {value!r}, but must be true, false or offload. Unset, the memory plan chooses."
-        ) from None
+        raise ValueError(f"gradient_checkpointing is {value!r}, but must be true, false or offload.") from None
 
 
 @dataclass
@@ -111,10 +109,7 @@ class PolicyKnobs(TrainingArguments):
 
     def resolve_precision(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(
-                f"The policy's dtype is {str(dtype).removeprefix('torch.')}, but policies train in bfloat16 or "
-                "float32: set dtype, or convert the model."
-            )
+            raise ValueError(f"The policy's dtype is {dtype}, but must be bfloat16 or float32: set `dtype`.")
         self.optim: str = resolve_optimizer(self.optim, dtype)
         check_conflicts(self, about="optim")
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset `bf16` means true.

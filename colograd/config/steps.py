@@ -70,8 +70,7 @@ class StepKnobs(TrainingArguments):
             self.max_tokens_per_microbatch = int(budget)
         except ValueError:
             raise ValueError(
-                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: remove the "
-                "setting to get `auto`."
+                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: choose one."
             ) from None
         Rules(at_least=1).check("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
 
@@ -104,9 +103,8 @@ class StepKnobs(TrainingArguments):
             if self.prompts_per_step < 1 or self.prompts_per_step % ranks:
                 low = max(ranks, self.prompts_per_step // ranks * ranks)
                 raise ValueError(
-                    f"prompts_per_step is {self.prompts_per_step}, but every rank (or engine of several ranks) takes "
-                    f"the same number of whole groups, so it must be a multiple of the {ranks} ranks or engines: {low} "
-                    f"or {low + ranks} would do."
+                    f"prompts_per_step is {self.prompts_per_step}, but all ranks take the same number of whole groups. "
+                    f"Choose a multiple of the {ranks} ranks or engines: {low} or {low + ranks} would do."
                 )
             per_rank = self.prompts_per_step // ranks * group
             accumulation = 1

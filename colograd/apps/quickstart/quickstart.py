@@ -45,8 +45,7 @@ def convert_model(output: Path) -> Path:
             return output
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ValueError(
-                f"{output} exists and isn't the quickstart's model (a folder with {', '.join(MODEL_FILES)}): remove "
-                "this folder, or name another --output"
+                f"{output} exists and isn't the quickstart's model: remove this folder, or name another --output"
             )
         partial = output.parent / f".{output.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
