@@ -31,7 +31,7 @@ COMMANDS = {
 }  # fmt: skip
 TRAINERS = ("train", "doctor", "replay", "eval")  # They print errors of bad input themselves. Others keep a traceback.
 READERS = ("show", "report", "watch")  # They read the files of the extension `recording`.
-WIDTH = 90  # Maximum characters of a recipe's description.
+WIDTH = 90
 
 
 def main(argv: Sequence[str] | None = None) -> int:

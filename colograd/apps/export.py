@@ -17,7 +17,7 @@ ADAPTER = "adapter_config.json"
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", ADAPTER,
 )  # fmt: skip
-RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # A run's files.
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,10 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_folder(folder: str) -> str | None:
-    """Return the run's folder if its model isn't older than the newest checkpoint, else this checkpoint, else None.
-
-    With ``load_best_model_at_end`` the run's folder has the best model.
-    """
+    """Return the run's folder if its model isn't older than the newest checkpoint, else this checkpoint, else None."""
     from ..checkpoint.folders import complete_steps
     from ..checkpoint.reading import STATE_FILE
 

@@ -22,7 +22,7 @@ RECIPE, TASK, AGENT, EXAMPLE = "recipe.yaml", "mytask.py", "myagent.py", "prompt
 QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
 PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # Usual columns, best first.
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
-READ = 50  # Rows of the data to read.
+READ = 50
 LARGE = 1.0  # Billions of parameters.
 QWEN = {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}  # As in recipes/grpo_qwen.yaml.
 QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}  # As in recipes/grpo_smollm2_cpu.yaml.
@@ -124,7 +124,6 @@ def _one_of(flag: str, names: Sequence[str], name: str) -> str:
 
 
 def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ()) -> str:
-    """Return the first ``usual`` column, else the only name not in ``but``."""
     others = [name for name in names if name not in but]
     return next((name for name in usual if name in names or not names), others[0] if len(others) == 1 else "")
 
@@ -157,7 +156,6 @@ def _fits(model: str, length: int) -> bool:
 
 
 def first_rows(name: str) -> list[dict[str, Any]]:
-    """Load the first rows of a local data file. Without a name return an example row."""
     path = Path(name)
     if not name:
         return [{"prompt": "", "answer": "0"}]

@@ -1,7 +1,4 @@
-"""``colograd plan`` shows a model's memory per GPU for each sharding strategy, also for GPUs of another machine.
-
-No weights are loaded: the model's ``config.json`` gives the parameters' shapes.
-"""
+"""``colograd plan`` shows a model's memory per GPU for each sharding strategy, without loading weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``colograd show RUN`` prints a step's completions, or all completions that contain a text.
-
-The rollout log has steps that the completions log lacks.
-"""
+"""``colograd show RUN`` prints a step's completions, or all completions that contain a text."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = [options.step]
     elif options.grep is None and options.group is None:
         steps = steps[-1:]
-    found: list[tuple[CompletionRow, dict[str, float]]] = []  # Rows with their rewards by function.
+    found: list[tuple[CompletionRow, dict[str, float]]] = []
     total, groups = 0, set[int]()
     for step in steps:
         rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)

@@ -1,7 +1,4 @@
-"""Pairs of settings that exclude each other, and refused values. docs/configuration.md lists them.
-
-`CONFLICTS` has the core's; extensions offer theirs at the seam "conflicts".
-"""
+"""Pairs of settings that exclude each other, and refused values. Extensions add theirs at the seam "conflicts"."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ class Conflict:
     other_when: When
     reason: str
     remedy: str
-    also: Callable[[Any], Any] | None = None  # A further condition, on all settings.
+    also: Callable[[Any], Any] | None = None
 
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
         try:

@@ -29,8 +29,7 @@ from .steps import StepKnobs
 @dataclass
 class TRLKnobs(TrainingArguments):
     """Kept for TRL's files.
-    TRL's recipes may set these fields. Each is without effect, an error unless it has TRL's default, or an old name.
-    """
+    TRL's recipes may set these fields. Each has no effect, or must have TRL's default, or is an old name."""
 
     use_vllm: bool = knob(True)
     vllm_mode: str = knob("colocate", "Always `colocate`; TRL's other mode, `server`, is an error.")
@@ -73,7 +72,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     construction Colograd writes to a configuration only in the methods named ``resolve_*``.
     """
 
-    notes: ClassVar[list[str]]  # Log lines about the settings of an instance.
+    notes: ClassVar[list[str]]
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "teacher_model_name_or_path",
         "teacher_model_init_kwargs", "generation_kwargs", "transformers_continuous_batching_config",

@@ -28,7 +28,7 @@ class Rules:
     below: float | None = None
     remedy: str = "raise it"
     one_of: tuple[str, ...] = ()
-    or_path: bool = False  # An import path is allowed too.
+    or_path: bool = False
     note: str = ""  # Text behind "isn't supported" in the error.
     spellings: Mapping[str, Any] = field(default_factory=dict)  # Spelling in lower case -> value.
     extension: str | Mapping[str, str] = ""  # Extension of values other than the default, or value -> extension.

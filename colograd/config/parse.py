@@ -85,7 +85,7 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
     rest: list[str] = []
-    nested: dict[str, dict[str, Any]] = {}  # Flags ``--field.key value``: field -> key -> value.
+    nested: dict[str, dict[str, Any]] = {}
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")

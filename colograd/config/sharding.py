@@ -13,8 +13,8 @@ from .knob import knob
 
 # Each rank trains the tensors that its vLLM rank samples with. The suffix: ranks with equal tensors divide this state.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-OFFERED = registry.names("sharding")  # Strategy -> extension.
-LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # accelerate sets these variables.
+OFFERED = registry.names("sharding")
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
 @dataclass

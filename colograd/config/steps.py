@@ -1,7 +1,4 @@
-"""Settings of an optimizer step: prompts, groups of completions, iterations and micro-batches.
-
-``per_device_train_batch_size`` counts completions per engine and optimizer step, because rows are cut by tokens.
-"""
+"""Settings of an optimizer step: prompts, groups of completions, iterations and micro-batches."""
 
 from __future__ import annotations
 

@@ -59,10 +59,7 @@ def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
 
 
 def auto(run: RunDescription) -> str:
-    """Return the least sharded strategy that fits. If none fits, return the strategy that leaves most room.
-
-    If the plan chooses the KV cache's size, an ample cache and the largest of ``run.longest_rows`` must fit.
-    """
+    """Return the least sharded strategy that fits, else the strategy that leaves most room."""
     if run.devices.ranks == 1:
         return run.strategies[0]
     for strategy in run.strategies:
@@ -74,10 +71,7 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first n of ``able`` that fits if every n-th layer is checkpointed (0: no layer).
-
-    If no number fits, or if the size of the user's KV cache is unknown, return the last number.
-    """
+    """Return the first n of ``able`` that fits if every n-th layer is checkpointed (0: no layer), else the last."""
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)

@@ -32,18 +32,20 @@ PLANNED_TOKENS = 16384  # Maximum tokens of a micro-batch on a rank before a mea
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
+    """Numbers of elements. ``weights``, ``gradients``, ``optimizer`` and ``packed`` (quantised weights) are bytes."""
+
     elements: int
-    trained: int  # Elements of trained parameters.
-    weights: int  # Bytes of all weights.
-    gradients: int  # Bytes of gradients, in the dtype of their sums.
-    optimizer: int  # Bytes of the optimizer's state (`optimizer_bytes`).
-    itemsize: int  # Bytes per element of the policy's dtype.
-    gradient_itemsize: int  # Bytes per element of gradients.
+    trained: int
+    weights: int
+    gradients: int
+    optimizer: int
+    itemsize: int
+    gradient_itemsize: int
     largest: int  # Elements of the largest trained parameter.
     block: int  # Elements of the largest decoder layer.
     rest: int  # Elements outside of the decoder's layers, such as embedding and head.
-    packed: int = 0  # Bytes of quantised weights with their scales.
-    packed_elements: int = 0  # Elements of quantised matrices.
+    packed: int = 0
+    packed_elements: int = 0
     matrix: int = 0  # Elements of the largest trained parameter in a decoder layer.
 
     @classmethod
@@ -101,7 +103,7 @@ def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Devices:
     ranks: int
-    total: int  # Bytes of each device.
+    total: int
     available: int  # Free bytes of the fullest device before a rank allocates anything.
     name: str = "a GPU"
     on_gpu: bool = True
@@ -138,18 +140,18 @@ class RunDescription(Workload):
     sleeps: bool = False  # Whether the KV cache is freed during training.
     offloads: bool = False  # Whether the optimizer's state is on the host while the engine samples.
     streams: bool = False  # Whether the optimizer's state stays on the host, and passes through the device in buffers.
-    can_stream: bool = False  # Whether the optimizer supports `streams`.
+    can_stream: bool = False
     offloads_gradients: bool = False  # Whether the sums of gradients are in host memory.
     offloads_activations: bool = False  # Whether inputs of checkpointed layers are in host memory.
-    reference: int = 0  # Bytes of the reference model.
-    teacher: int = 0  # Bytes of the teacher model.
+    reference: int = 0
+    teacher: int = 0
     kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means not set.
     overruled: bool = False  # Whether the user sets the engine's fraction of memory, or its number of blocks.
     share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means not set.
-    strategies: tuple[str, ...] = STRATEGIES  # Sharding strategies that the run may use.
+    strategies: tuple[str, ...] = STRATEGIES
     # Strategies that the run could use with more ranks per engine, by ranks per engine in ascending order.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    samples: bool = True  # Whether the run has an engine.
+    samples: bool = True
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
     can_share_rows: bool = False  # Whether model and settings allow sequence parallelism.
     # Objects of the seam "activations", with a method ``bytes(tokens, lengths, itemsize, checkpointing)``.

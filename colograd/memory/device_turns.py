@@ -1,8 +1,4 @@
-"""Alternate use of a GPU's memory by the engine and the policy.
-
-Only the KV cache (`vllm_enable_sleep_mode`) and the optimizer's state (`offload_optimizer: sampling`) move. Weights
-stay, because policy and engine may share them.
-"""
+"""Alternate use of a GPU's memory by the engine and the policy. Weights stay, because both may share them."""
 
 from __future__ import annotations
 

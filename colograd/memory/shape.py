@@ -28,12 +28,12 @@ class Shape:
     intermediate: int  # Total intermediate size of the MLPs that one token goes through.
     queries: int  # Number of query heads * head size.
     keys: int  # Number of key-value heads * head size.
-    head: int  # Size of one attention head.
+    head: int
     vocabulary: int
-    tied: bool = False  # Whether output head and embedding have one weight.
+    tied: bool = False
     experts: int = 0  # Number of experts that one token goes through. 0 without a mixture.
     gated: int = 4  # Tensors of intermediate size that an MLP keeps: gate, activated gate, up, product.
-    norms: int = 2  # Norms per layer.
+    norms: int = 2
     window: int = 0  # Maximum tokens that sliding-window layers see. 0 means that all layers see all tokens.
     copies: bool = False  # Whether attention copies keys, because it has soft caps or dropout.
     capped: int = 0  # Heads with scores in memory, because no fused kernel supports soft caps.
@@ -113,7 +113,7 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Compute the keys per token of a row in which each completion has a copy of its prompt's keys."""
+        """Compute the keys per token of a row in which each completion copies its prompt's keys."""
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)

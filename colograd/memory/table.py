@@ -1,8 +1,5 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
-
-Sampling and training alternate, and a part counts only while it is allocated. Gradients are freed after the optimizer
-step. A reference model or teacher that waits on the host runs before gradients exist, in the space of gradients.
-"""
+A reference model or teacher that waits on the host runs before gradients exist, in the space of gradients."""
 
 from __future__ import annotations
 
@@ -32,17 +29,19 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan(RankBytes):
+    """All sizes are bytes of one rank's device."""
+
     run: RunDescription
-    activations: int  # Bytes of activations for a micro-batch of ``tokens`` tokens.
+    activations: int
     engine: int  # Bytes of the engine without weights and KV cache.
     tokens: int
-    measured: bool = False  # Whether activations are measured, not estimated.
+    measured: bool = False
     kv_bytes: int = 0  # Bytes of the KV cache. 0 means unknown until the engine is built.
     kv_tokens: int = 0
-    reference: int = 0  # Bytes of the reference model on the device.
-    teacher: int = 0  # Bytes of the teacher model on the device.
+    reference: int = 0
+    teacher: int = 0
     strategy: str = "none"
-    remedies: str = ""  # Changes that would make the run fit.
+    remedies: str = ""
 
     @property
     def margin(self) -> int:

@@ -1,8 +1,4 @@
-"""The token budget: the maximum tokens of a micro-batch (`max_tokens_per_microbatch`), halved if memory runs out.
-
-On a GPU, `auto` measures the peak memory of dummy rows of growing length while all gradients are allocated, and fits a
-line. The budget fills `SHARE` of the memory that policy, engine and optimizer state leave free.
-"""
+"""The token budget: the maximum tokens of a micro-batch (`max_tokens_per_microbatch`), halved if memory runs out."""
 
 from __future__ import annotations
 
@@ -27,9 +23,7 @@ STEP = 256  # Token budgets are multiples of 256.
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
     """Return the maximum tokens below ``limit`` bytes, and their bytes, by a line through the last two measurements.
-
-    ``peak`` returns the peak bytes of a forward and backward of a number of tokens; inf if memory ran out.
-    """
+    ``peak`` returns the peak bytes of a forward and backward of a number of tokens; inf if memory ran out."""
     # The first line starts at the origin, so that its slope is too large rather than too small.
     x, y, slope, most = 0, 0.0, 0.0, largest
     tokens = SMALLEST
@@ -105,9 +99,8 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 def back_off(
     rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str, among: int = 1
 ) -> tuple[PackingRules, list[StepBatch]]:
-    """Halve the token budget, and pack the steps again: the failed step (the first ``among`` batches) and the later
-    steps with the same rollouts. After any rank ran out of memory, all ranks must call this. If each micro-batch of the
-    failed step has a single completion, raise `OutOfMemoryError`."""
+    """Halve the token budget, and pack the failed step (the first ``among`` batches) and the later steps again. All
+    ranks must call this after any rank ran out of memory."""
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):

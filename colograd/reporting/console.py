@@ -24,7 +24,7 @@ PHASES = (
 COLUMNS = 120  # Maximum characters of a step's line.
 LONG = 10.0  # Seconds of a phase before its first line of progress.
 SHORTEST = 0.005  # Minimum seconds of a phase in a step's line.
-RECENT = 20  # Past steps that the remaining time is estimated from.
+RECENT = 20
 
 LOGGER = logging.getLogger("colograd")
 
@@ -36,7 +36,7 @@ class Console(TrainerCallback):
         self.enabled = enabled
         self.bars = enabled and bars and sys.stderr.isatty()
         self._training: Any = tqdm(disable=True)
-        self._first = True  # Until the first optimizer step has ended.
+        self._first = True
         self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (Time, step number) of the last steps.
 
     def say(self, line: str, level: int = logging.INFO) -> None:
@@ -113,7 +113,6 @@ class Console(TrainerCallback):
 
 
 def reward_ends(rewards: Sequence[float]) -> str:
-    """Format the first logged mean reward, and the average of the last ones."""
     if len(rewards) < 2:
         return "".join(f", mean reward {reward:.3f}" for reward in rewards)
     last = rewards[-min(5, len(rewards) // 2) :]

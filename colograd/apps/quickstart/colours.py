@@ -18,7 +18,7 @@ COLOURS = {
     "red": (220, 30, 30), "green": (30, 180, 40), "blue": (40, 60, 220), "yellow": (230, 220, 40),
     "white": (245, 245, 245), "black": (10, 10, 10),
 }  # fmt: skip
-SIDE = 32  # Width and height of an image in pixels.
+SIDE = 32
 QUESTION = "which colour ?"
 SPECIAL = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
 TEMPLATE = (

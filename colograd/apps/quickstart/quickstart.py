@@ -28,10 +28,8 @@ MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "to
 
 
 def convert_model(output: Path) -> Path:
-    """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s) and return its path.
-
-    The folder is written completely or not at all. If several processes call this, one converts and the others wait.
-    """
+    """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s), completely or not at all.
+    If several processes call this, one converts and the others wait."""
     output = Path(output).absolute()
     if _is_complete(output):
         return output

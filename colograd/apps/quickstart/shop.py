@@ -23,7 +23,7 @@ PRICES = {
     "lamp": 34, "chair": 57, "table": 89, "shelf": 46, "stool": 23, "mirror": 68, "carpet": 75, "clock": 19,
     "vase": 28, "sofa": 97, "desk": 83, "bench": 62,
 }  # fmt: skip
-MOST_TURNS = 4  # Maximum requests per session.
+MOST_TURNS = 4
 
 
 def price(item: str) -> str:
