@@ -119,8 +119,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         # With the settings of torch.compile transformers would allow TF32 and compile the whole model.
         compiling = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         compiled = {name: getattr(self, name) for name in compiling}
-        for name in compiling:
-            setattr(self, name, False if name == "torch_compile" else None)
+        self.__dict__.update(dict.fromkeys(compiling))
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := process.why_gpu_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
@@ -138,9 +137,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self.optim, self.bf16 = optim, autocast
         if self.metric_for_best_model is not None:
             registry.require("best_model", f"metric_for_best_model: {self.metric_for_best_model}")
-        compiled["torch_compile"] = any(compiled.values())  # A set backend or mode means compilation.
-        for name, value in compiled.items():
-            setattr(self, name, value)
+        self.__dict__.update(compiled, torch_compile=any(compiled.values()))  # A set backend or mode means compilation.
         self.logging_nan_inf_filter = False  # transformers would log an average in place of a NaN loss.
         kwargs: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
         if checkpoints is None and {"every_n_layers", "offload"} & set(kwargs):

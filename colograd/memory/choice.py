@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from ..runtime import registry
 from .description import RunDescription
 from .estimate import estimate
-from .shape import CacheNeed
 from .table import MemoryPlan, gib
 
 AMPLE = 0.1  # Fraction of the device for a KV cache that decodes enough sequences at once.
@@ -33,15 +32,14 @@ def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
     return plan
 
 
-def _ample(run: RunDescription) -> CacheNeed:
-    need = run.need
-    return dataclasses.replace(need, least=max(need.least, min(need.wanted, int(AMPLE * run.devices.total))))
+def _ample(run: RunDescription) -> int:
+    return max(run.need.least, min(run.need.wanted, int(AMPLE * run.devices.total)))
 
 
 def fits(run: RunDescription, strategy: str) -> bool:
     """Return whether a run fits its device. Estimated activations must fit only if the plan chooses the KV cache."""
     plan = best_plan(run, strategy)
-    return plan.takes(run.need) if run.plans_cache else _known_fits(run, plan)
+    return plan.takes(run.need.least) if run.plans_cache else _known_fits(run, plan)
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:

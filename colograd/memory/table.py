@@ -19,6 +19,8 @@ REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gra
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
+    """Bytes on one rank's device."""
+
     engine_weights: int  # 0 means that the run has no engine.
     policy_weights: int  # 0 means that policy and engine share memory, or that the weights are on the host.
     gradients: int  # Allocated from a step's first backward to its optimizer step.
@@ -29,8 +31,6 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan(RankBytes):
-    """All sizes are bytes of one rank's device."""
-
     run: RunDescription
     activations: int
     engine: int  # Bytes of the engine without weights and KV cache.
@@ -86,9 +86,9 @@ class MemoryPlan(RankBytes):
         sampling = empty.remains("sampling")
         return sampling if self.run.sleeps else min(sampling, empty.remains("training"))
 
-    def takes(self, need: CacheNeed) -> bool:
+    def takes(self, cache: int) -> bool:
         empty = dataclasses.replace(self, kv_bytes=0)
-        return self.room >= need.least and empty.remains("training") >= 0
+        return self.room >= cache and empty.remains("training") >= 0
 
     def with_cache(self, need: CacheNeed, on_gpu: bool = True) -> MemoryPlan:
         least, most = (0, max(self.room, 0)) if on_gpu else (need.least, self.run.devices.available // CPU_SHARE)
