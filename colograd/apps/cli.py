@@ -29,7 +29,7 @@ COMMANDS = {
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".report.serving:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
-TRAINERS = ("train", "doctor", "replay", "eval")  # They print errors of bad input themselves. Others keep a traceback.
+TRAINERS = ("train", "doctor", "replay", "eval")  # They print errors of bad input themselves.
 READERS = ("show", "report", "watch")  # They read the files of the extension `recording`.
 WIDTH = 90
 

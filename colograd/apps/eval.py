@@ -172,8 +172,7 @@ def _rows(answers: Any) -> Iterator[dict[str, Any]]:
 def prepare(
     options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack
 ) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
-    """Load the questions and build the engine. The third result is the document of ``--json``. All ranks must call
-    this."""
+    """Load the questions and build the engine. The third result is the document of ``--json``. A collective."""
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 

@@ -47,7 +47,7 @@ class TRLKnobs(TrainingArguments):
     vllm_importance_sampling_cap: float | None = knob(None)
 
     def _check_trl(self) -> None:
-        """Refuse settings of TRL. Trainers repeat this check."""
+        """Raise a ValueError for a refused setting of TRL. Trainers repeat this check."""
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) != each.default:
                 raise ValueError(unknown_name(each.name, ()))
@@ -132,7 +132,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         elif attempt() and torch.cuda.is_available():
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
-        self.disable_tqdm: bool = bool(self.disable_tqdm)  # transformers would replace None by the log level.
+        self.disable_tqdm: bool = bool(self.disable_tqdm)  # None would hide bars, because the log level is ERROR.
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         if self.metric_for_best_model is not None:

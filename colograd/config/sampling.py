@@ -9,13 +9,13 @@ from typing import Any
 from .knob import knob
 from .steps import StepKnobs
 
-# Parameters of vLLM that can change the distribution. None, and the values in `NEUTRAL`, else 0 and empty, don't.
+# Parameters of vLLM that can change the distribution. `NEUTRAL` has the values that don't; default: 0 and empty.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
 TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that these leave.
-# Parameters with the values that change nothing here. TRL sets `n` to 1, and repeats the prompt for each completion.
+# Parameters with the values that change nothing here. `n` is 1, as TRL repeats the prompt for each completion.
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
     "use_cache": (True,), "early_stopping": (False,), "length_penalty": (1,), "typical_p": (1,),

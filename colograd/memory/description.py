@@ -32,7 +32,7 @@ PLANNED_TOKENS = 16384  # Maximum tokens of a micro-batch on a rank before a mea
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """Numbers of elements. ``weights``, ``gradients``, ``optimizer`` and ``packed`` (quantised weights) are bytes."""
+    """Elements of a model, and bytes: ``weights``, ``gradients``, ``optimizer``, ``packed`` and the item sizes."""
 
     elements: int
     trained: int
@@ -86,7 +86,7 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
-    """Count the bytes of the optimizer's state after its first step, or an upper bound.
+    """Count the bytes of the optimizer's state.
 
     `adamw_split` has two float32 moments per element, and 16 bits of remainder per bfloat16 element. `muon` counts the
     same: its matrices need 4 bytes less, which its temporaries take.

@@ -40,7 +40,7 @@ class Shape:
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
-        """Read the sizes from a transformers configuration. Missing sizes are derived as in GPT-2."""
+        """Read the sizes from a transformers configuration. Missing sizes of heads and MLPs are derived as in GPT-2."""
 
         def size(name: str, default: int) -> int:
             return size_of(model_config, name) or default
@@ -113,7 +113,7 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Compute the keys per token of a row in which each completion copies its prompt's keys."""
+        """Compute the keys per token of a row in which each completion copies keys of its prompt."""
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)

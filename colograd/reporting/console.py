@@ -44,7 +44,7 @@ class Console(TrainerCallback):
             with contextlib.suppress(OSError, ValueError):  # Printing fails if a disk is full or a pipe closed.
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()
-            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # UTF-8 of a log handler lacks surrogates.
+            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # A log handler may write UTF-8, which lacks surrogates.
 
     def warn(self, line: str) -> None:
         self.say(line, logging.WARNING)
