@@ -20,7 +20,7 @@ class SavingKnobs(TrainingArguments):
     (a push to the Hub, a callback's `on_save`) or memory for the copy is missing."""
     save_failures: int = knob(3, "Failed checkpoints in a row (e.g. a full disk) that end the run.", at_least=1)
     stop_signals: list[str] = knob([*STOP_SIGNALS], one_of=STOP_SIGNALS)
-    """Signals that stop the run with a checkpoint after the round, like Ctrl-C. A second one, more than 2 s later, ends it."""
+    """Signals that stop the run with a checkpoint after the round, like Ctrl-C. A second, over 2 s later, ends it."""
     stop_within: float | None = knob(None, above=0)
     """Seconds from such a signal to the end of the process. A round that can't end in time is cut: decoding stops, a
     checkpoint of the last finished round is written, and the rollout log has the scored groups. Unset: the round is

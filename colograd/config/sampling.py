@@ -52,7 +52,7 @@ class SamplingKnobs:
             if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's too: checked later.
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
-                    f"{anyway[name][0]!r}: remove it (lengths: max_completion_length; greedy: temperature_eval: 0)."
+                    f"{anyway[name][0]!r}: remove the entry (see max_completion_length and temperature_eval: 0)."
                 )
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in needless]
 
