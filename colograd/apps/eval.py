@@ -38,7 +38,6 @@ SET = ("--report_to", "none", "--report", "false", "--save_strategy", "no", "--v
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `colograd eval`. Return the exit status."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(options, *prepared)
             from ..parallel.faults import leave
 
-            leave()  # Each rank may end at any time, because no communication between ranks follows.
+            leave()  # No communication between ranks follows.
         except (ValueError, RuntimeError, OSError) as error:
             if process.is_verbose(argv):
                 raise
@@ -64,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line. Return the command's options, and the flags that are settings of the configuration."""
     parser = argparse.ArgumentParser(prog="colograd eval", allow_abbrev=False, exit_on_error=False, add_help=False)
     add = parser.add_argument
     add("model", nargs="?")
@@ -87,7 +85,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError("--tasks is missing: name the tasks, as in --tasks gsm8k ifeval.")
     for name, least in (("limit", 1), ("max_tokens", 1), ("temperature", 0.0)):
         value = getattr(options, name)
-        if value is not None and not value >= least:  # NaN is refused, because no comparison with NaN is true.
+        if value is not None and not value >= least:  # Refuses NaN too.
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise ValueError(f"--top-p is {options.top_p}, but must be in (0, 1].")
@@ -102,14 +100,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def model_of(name: str) -> str:
-    """Return a model's folder or Hub id. If ``name`` is a run's folder: its saved model, else its newest checkpoint."""
+    """Return a model's folder or Hub id. For a run's folder: its saved model, else its newest checkpoint."""
     from .export import model_folder
 
     folder = model_folder(name) if os.path.isdir(name) else name
     if folder is None:
         raise ValueError(
-            f"{name} holds neither a model (model.safetensors), an adapter nor a complete checkpoint: give a model's "
-            "folder, a checkpoint-N, or a run's output_dir."
+            f"{name} holds neither a model, an adapter nor a checkpoint: give a model, a checkpoint-N or a run."
         )
     return folder
 
@@ -117,8 +114,7 @@ def model_of(name: str) -> str:
 def run(
     options: argparse.Namespace, host: Host, benchmarks: dict[str, HarnessBenchmark], document: dict[str, Any]
 ) -> None:
-    """Run benchmarks one after the other, and write the files of ``--json`` and ``--completions`` after each. All ranks
-    must call."""
+    """Run benchmarks one after the other, and write the output files after each. All ranks must call this."""
     from ..extensions.evaluation.results import table
     from ..extensions.evaluation.sitting import checkers, take
     from ..parallel.faults import ends_together
@@ -156,7 +152,7 @@ def _named(values: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _rows(answers: Any) -> Iterator[dict[str, Any]]:
-    """Yield a dict per completion, or per question without completions, with the correct answer and the metrics."""
+    """Yield a dict per completion, or per question without completions."""
     for each in answers:
         named = [*map(_named, each.verdicts)]
         row = {"task": each.task, "row": each.row, "answer": each.question.target}
@@ -176,15 +172,12 @@ def _rows(answers: Any) -> Iterator[dict[str, Any]]:
 def prepare(
     options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack
 ) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
-    """Load the tasks' questions and build the engine. All ranks must call this function.
-
-    The third result is the document of ``--json``: the model, the ``request`` (settings that results depend on, which
-    ``--resume`` compares), and the results by task, with ``--resume`` including the results in the file."""
+    """Load the questions and build the engine. The third result is the document of ``--json``. A collective."""
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 
-    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # Check the arguments before slow imports.
-    if options.limit is not None:  # --limit applies to tasks without a number of rows such as `[:100]`.
+    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # Checked before slow imports.
+    if options.limit is not None:
         parts = {name: text.partition("@") for name, text in texts.items() if "[" not in text}
         texts |= {name: f"{task}[:{options.limit}]{at}{n}" for name, (task, at, n) in parts.items()}
     settings = ("temperature", "top_p", "max_tokens", "chat_template")
@@ -195,8 +188,7 @@ def prepare(
             earlier = json.loads(options.json.read_text())
             if earlier.get("request") != json.loads(json.dumps(request)):
                 raise ValueError(
-                    f"--resume: {options.json} has results of a different model or other settings: name a different "
-                    "file, or remove --resume."
+                    f"--resume: {options.json} has results of another model or other settings: name another file."
                 )
             done = dict(earlier["results"])
         texts = {name: text for name, text in texts.items() if text not in done}

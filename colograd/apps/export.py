@@ -1,8 +1,4 @@
-"""``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint.
-
-Weights of a checkpoint are whole, also for sharded runs. An adapter is merged into its base, and a quantised base is
-dequantised; with ``--no-merge`` the adapter's files are copied. ``--push REPO`` uploads the folder to the Hub.
-"""
+"""``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,11 +17,10 @@ ADAPTER = "adapter_config.json"
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", ADAPTER,
 )  # fmt: skip
-RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # A run's files, which no export copies.
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `colograd export`. Return the exit status."""
     parser = argparse.ArgumentParser(prog="colograd export", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint-N, or a run's output_dir: its saved model, else its newest one")
@@ -42,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     folder, source = options.folder, Path(model_folder(str(options.checkpoint)) or options.checkpoint)
     if not (source / "trainer_state.json").is_file():
-        raise ValueError(
-            f"{options.checkpoint} is neither a checkpoint nor a run's folder with a checkpoint: give one of the two."
-        )
+        raise ValueError(f"{options.checkpoint} is neither a checkpoint nor a run's folder with one: give either.")
     if folder.exists():
         raise ValueError(f"{folder} exists already: name a new folder.")
     check(source)
@@ -60,15 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_folder(folder: str) -> str | None:
-    """Return the folder with a run's newest model: the run's folder if its model isn't older than the last checkpoint,
-    otherwise the last checkpoint, or None if there are no models. For the folder of a plain model, return this folder.
-    (With ``load_best_model_at_end`` the model in the run's folder is the best one.)"""
+    """Return the run's folder if its model isn't older than the newest checkpoint, else this checkpoint, else None."""
     from ..checkpoint.folders import complete_steps
     from ..checkpoint.reading import STATE_FILE
 
     saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
     steps = complete_steps(folder)
-    if saved and steps:  # if a finished run was resumed, its checkpoints may be newer than its model
+    if saved and steps:  # Checkpoints of a run that was finished and resumed may be newer than its model.
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             saved = json.loads(Path(folder, STATE_FILE).read_text())["global_step"] >= max(steps)
     return folder if saved else os.path.join(folder, f"checkpoint-{max(steps)}") if steps else None
@@ -88,8 +79,7 @@ def _on_the_hub(problem: str) -> Iterator[None]:
 
 
 def export(source: Path, folder: Path, merge: bool = True) -> str:
-    """Write a checkpoint's model into a new folder, completely or not at all. Return a note on the precision of merging
-    an adapter; empty if nothing was merged."""
+    """Write a checkpoint's model completely or not at all. Return a note on the precision of a merge."""
     from ..checkpoint.folders import STATE, open_to_readers
 
     aside = folder.with_name(f".{folder.name}.incomplete")
@@ -105,7 +95,7 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Save the base model plus the adapter, added in float32 and rounded once. Return a note on the precision."""
+    """Add the adapter in float32, and round once."""
     import torch
     import transformers as hf
     from peft import PeftConfig, PeftModel
@@ -150,8 +140,7 @@ def _merge(source: Path, folder: Path) -> str:
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
-    """Build a model of transformers' class ``kind`` that isn't quantised, and computes the same as the PeftModel
-    ``adapted`` on a quantised base, up to rounding."""
+    """Build a model that isn't quantised, and computes the same as a PeftModel on a quantised base, up to rounding."""
     import torch
     from transformers.core_model_loading import WeightRenaming
 

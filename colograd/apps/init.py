@@ -1,5 +1,4 @@
-"""``colograd init [FOLDER]`` writes a first recipe, and a reward function or an agent if it needs one, from a few
-questions or from flags."""
+"""``colograd init [FOLDER]`` writes a first recipe, and a reward function or an agent, from questions or flags."""
 
 from __future__ import annotations
 
@@ -21,20 +20,17 @@ from ..runtime import process
 
 RECIPE, TASK, AGENT, EXAMPLE = "recipe.yaml", "mytask.py", "myagent.py", "prompts.jsonl"
 QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
-PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # Names of prompt columns, best first.
+PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # Usual columns, best first.
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
-READ = 50  # Number of the data's rows that are read.
-# QWEN: settings of recipes/grpo_qwen.yaml, for machines with a GPU, and models from `LARGE` billion parameters on.
-# QUICKSTART: settings of recipes/grpo_smollm2_cpu.yaml, for all others. QWEN's recipe has the last learning rate of
-# RATES, QUICKSTART's the first.
-LARGE, QWEN = 1.0, {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
-QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
+READ = 50
+LARGE = 1.0  # Billions of parameters.
+QWEN = {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}  # As in recipes/grpo_qwen.yaml.
+QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}  # As in recipes/grpo_smollm2_cpu.yaml.
 RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (Maximum billions of parameters, learning rate).
-LONGER = 4  # Maximum completion length for long data, as a multiple of the usual length.
+LONGER = 4  # Maximum completion length, as a multiple of the usual length.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files of a first run, and print the commands to run next. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd init",
         description="Write a first recipe and reward function. Asks for the values that no flag sets.",
@@ -67,11 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
-    """Take each choice from its flag. Without the flag ask the user if ``asks`` is true, else use a default.
-
-    Returns: the recipe's numbers (`sizes_for`), ``model``, ``data`` (a file, a Hub id, or an import path), the columns
-        ``prompt`` and ``answer``, and ``reward``: `number` (the last number must be the answer), `own`, or `agent`.
-    """
+    """Take each choice from its flag. Without the flag ask the user if ``asks`` is true, else use a default."""
     has_gpu, ask = bool(process.gpu_nodes()), functools.partial(_ask, asks)
     small = str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
     usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else small
@@ -102,7 +94,7 @@ def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
     elif options.reward:
         raise ValueError("--agent and --reward are both given, but an agent returns its own reward: remove one flag.")
     longest = max((len(str(row.get(name))) for row in rows for name in (prompt, answer)), default=0)
-    # Make paths absolute: the recipe is read in FOLDER, but flags are relative to the current directory.
+    # The recipe is read in FOLDER, but flags are relative to the current directory.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
     model = str(Path(model).resolve()) if Path(model).exists() else model
     columns = {"prompt": prompt, "answer": answer}
@@ -110,8 +102,6 @@ def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
 
 
 def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], Any]) -> Any:
-    """Return ``accept`` of a flag's value, else of the default, or with ``asks`` of the user's answer. In this case
-    repeat the question until ``accept`` raises no ValueError."""
     if given or not asks:
         return accept(given or usual)
     while True:
@@ -134,8 +124,6 @@ def _one_of(flag: str, names: Sequence[str], name: str) -> str:
 
 
 def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ()) -> str:
-    """Return the first ``usual`` column that is in ``names``, else the only name not in ``but``, else an empty text.
-    Without names return the first usual column."""
     others = [name for name in names if name not in but]
     return next((name for name in usual if name in names or not names), others[0] if len(others) == 1 else "")
 
@@ -145,12 +133,11 @@ def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
     name = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE)
     if name:
         billions = float(name[1]) / (1 if name[2] in "bB" else 1000)
-    else:  # Number of parameters from the files' size, at 2 bytes per parameter.
+    else:  # 2 bytes per parameter.
         billions = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2e9
     billions = billions or (LARGE if has_gpu else 0.0)
     sizes = dict(QWEN if has_gpu or billions >= LARGE else QUICKSTART)
-    # Longer texts need longer completions. A token is assumed to have 3 characters.
-    wanted = 1 << (longest // 3).bit_length()
+    wanted = 1 << (longest // 3).bit_length()  # A token is assumed to have 3 characters.
     sizes["length"] = min(max(sizes["length"], wanted), LONGER * sizes["length"])
     adapter = has_gpu and not _fits(model, 2 * sizes["length"])
     rate = next(rate for most, rate in RATES if billions < most) * (10 if adapter else 1)
@@ -163,14 +150,12 @@ def _fits(model: str, length: int) -> bool:
 
     try:
         run = plan.described(plan.parse(["--model", model, "--context", str(length)]))
-    except (OSError, ValueError):  # Ignore the error, because the start of a run reports it better.
+    except (OSError, ValueError):  # The start of a run reports the error better.
         return True
     return fits(run, auto(run))
 
 
 def first_rows(name: str) -> list[dict[str, Any]]:
-    """Load the first rows of a local data file, as a training would load them. Without a name return an example row.
-    For a folder, a Hub id or an import path return no rows."""
     path = Path(name)
     if not name:
         return [{"prompt": "", "answer": "0"}]
@@ -186,12 +171,10 @@ def first_rows(name: str) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, choices: dict[str, Any]) -> list[Path]:
-    """Write the recipe, an agent or (unless a built-in one fits) a reward function, and example data if the user has
-    none. Return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     agent, answer, model = choices["reward"] == "agent", choices["answer"], Path(choices["model"])
     own = choices["reward"] == "own" or answer != "answer"
-    if model.is_dir():  # A model with a chat template, or with a name like "instruct", expects conversations.
+    if model.is_dir():
         tokenizer, chats = model / "tokenizer_config.json", (model / "chat_template.jinja").exists()
         chats |= tokenizer.is_file() and "chat_template" in tokenizer.read_text(encoding="utf-8")
     else:

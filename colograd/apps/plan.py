@@ -1,12 +1,4 @@
-"""``colograd plan`` shows a model's memory per GPU for each sharding strategy, also for GPUs of another machine.
-
-    colograd plan --model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu-memory 80
-    colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
-
-A recipe sets defaults of the options. --gpus and --gpu-memory default to this machine's. No weights are loaded: the
-model's ``config.json`` gives the parameters' shapes. A run plans its memory with the same code (`colograd.memory`), but
-knows its prompts and its device. The exit status is 0 if a strategy fits, 1 if none fits, 2 for bad input.
-"""
+"""``colograd plan`` shows a model's memory per GPU for each sharding strategy, without loading weights."""
 
 from __future__ import annotations
 
@@ -28,7 +20,6 @@ GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `colograd plan`. Return the exit status."""
     from ..memory.choice import auto, fits
 
     process.quiet_logs(False)
@@ -47,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. Defaults come from the recipe and from this machine's GPUs."""
     from ..config.policy import checkpointing_way
 
     parser = _parser()
@@ -67,9 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
         sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         if not sizes:
-            raise ValueError(
-                f"this machine has no GPU that gives {missing}: set both options, such as --gpus 8 --gpu-memory 80."
-            )
+            raise ValueError(f"this machine has no GPU that gives {missing}: set both (--gpus 8 --gpu-memory 80).")
         options.gpus = len(sizes) if options.gpus is None else options.gpus
         options.gpu_memory = min(sizes) / GIB if options.gpu_memory is None else options.gpu_memory
     _check(options)
@@ -88,7 +76,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
 
     settings, assumed = planned_settings(argv), {}
     for name in ("model_init_kwargs", "vllm_engine_kwargs", "teacher_model_init_kwargs"):
-        value = settings[name]  # A mapping may be given as JSON text.
+        value = settings[name]
         settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
     loading = settings["model_init_kwargs"]
     dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
@@ -121,7 +109,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         "max_tokens_per_microbatch": 0 if budget in (None, "auto") else int(budget),
         counted: math.ceil(count / (settings["carry_over"] or 1)),
     }
-    # None means another target for an adapter than plan's default, all linear layers.
+    # `lora_target_modules: null` means peft's default, not plan's, which is all linear layers.
     kept = {name: value for name, value in options.items() if value is not None or name == "lora_target_modules"}
     return kept, assumed
 
@@ -199,7 +187,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def described(options: argparse.Namespace) -> RunDescription:
-    """Build the description of the planned run from the options. The GPUs are assumed to be empty."""
     import torch
 
     from ..config import ModelConfig
@@ -261,8 +248,6 @@ def described(options: argparse.Namespace) -> RunDescription:
 
 
 def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the memory table, and the strategy that `sharding: auto` would choose. For one GPU also yield
-    the table of the host's memory (`one_gpu`)."""
     from ..memory.choice import auto, best_plan, fits, remedies
 
     sizes, name = run.sizes, Path(options.model_name_or_path).name
@@ -333,7 +318,6 @@ def gibs(*sizes: int) -> list[str]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Format rows of cells as lines with aligned columns: the first column to the left, others to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for first, *others in lines:
         rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))

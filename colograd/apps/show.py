@@ -1,5 +1,4 @@
-"""``colograd show RUN`` prints a step's completions, or all completions that contain a text. It reads the completions
-log, and the rollout log for steps that the completions log lacks."""
+"""``colograd show RUN`` prints a step's completions, or all completions that contain a text."""
 
 from __future__ import annotations
 
@@ -38,19 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples.refresh()
     steps = sorted({*logged, *samples.stored})
     if not steps:
-        raise ValueError(
-            f"{options.run} holds no completions: train with log_completions: true, and give the run's output_dir."
-        )
+        raise ValueError(f"{options.run} holds no completions: train with log_completions: true.")
     if options.step not in (None, *steps):
-        raise ValueError(
-            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: choose one of these "
-            "steps."
-        )
+        raise ValueError(f"step {options.step} isn't in the log of {options.run}: choose one of {_ranges(steps)}.")
     if options.step is not None:
         steps = [options.step]
     elif options.grep is None and options.group is None:
         steps = steps[-1:]
-    found: list[tuple[CompletionRow, dict[str, float]]] = []  # Selected rows, each with its rewards by function.
+    found: list[tuple[CompletionRow, dict[str, float]]] = []
     total, groups = 0, set[int]()
     for step in steps:
         rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
@@ -76,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[str]]:
-    """Read a training step's completions from the rollout log. Return rows, and the names of the reward functions."""
+    """Read a training step's rows, and the names of its reward functions, from the rollout log."""
     found = [entry for entry in samples.of_step(step, MOST_BYTES)[0] if entry["purpose"] == "train"]
     names = list(dict.fromkeys(name for entry in found for name in entry["rewards"]))
     rows = []
@@ -85,7 +79,7 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
         advantage, *rewards = (math.nan if value is None else value for value in numbers)
         rows.append(CompletionRow(
             step=step, position=entry["position"], prompt=entry["prompt"], text="".join(entry["tokens"]).encode(),
-            prompt_tokens=0,  # `colograd show` doesn't show the number of prompt tokens.
+            prompt_tokens=0,  # Not shown.
             completion_tokens=entry["length"], finish_reason=entry["finish"], rewards=tuple(rewards),
             advantage=advantage, extra=entry["extra"],
         ))  # fmt: skip
@@ -101,6 +95,6 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _ranges(steps: Iterable[int]) -> str:
     """Format [1, 2, 3, 7] as "1-3, 7"."""
-    runs = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])  # Consecutive steps have one difference.
+    runs = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
     ends = [(run[0][1], run[-1][1]) for run in ([*pairs] for _, pairs in runs)]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

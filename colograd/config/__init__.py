@@ -1,8 +1,6 @@
-"""The settings of a run. A setting that TRL has too keeps TRL's name. Its help text names any difference.
+"""The settings of a run. A setting that TRL has too keeps TRL's name; its help text names any difference.
 
-`GRPOConfig` (grpo.py) is one flat dataclass. Its base classes are groups of knobs (settings with a help text, and rules
-for the value). At construction it checks the rules, then the pairs of settings that exclude each other (conflicts.py).
-`ModelConfig` has the settings of the model; `ScriptArguments` has the dataset, the rewards, the tools and the agent.
+`GRPOConfig` checks the rules of each setting at construction, then the pairs that exclude each other (conflicts.py).
 `GRPOTrainer` resolves the settings that depend on policy, device and nodes, and freezes the configuration.
 """
 

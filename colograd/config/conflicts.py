@@ -1,7 +1,4 @@
-"""Conflicts: pairs of settings that exclude each other, and values that are refused. docs/configuration.md lists them.
-
-The core's conflicts are in `CONFLICTS`. Extensions offer their conflicts at the seam "conflicts".
-"""
+"""Pairs of settings that exclude each other, and refused values. Extensions add theirs at the seam "conflicts"."""
 
 from __future__ import annotations
 
@@ -16,53 +13,45 @@ from ..runtime import registry
 from ..runtime.importing import is_import_path
 from .knob import shown
 
-# Liger's kernels that replace the model's own loss. Colograd's training doesn't use the model's loss.
+# Kernels for the model's own loss, which training doesn't use.
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-# Optimizers that update each element separately, so a rank can update a slice of a parameter.
+# Optimizers that update each element separately, so that a rank can update a slice of a parameter.
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
-# Names of metrics that `evaluate` can only compute with a forward of the policy.
+# Metrics that `evaluate` can only compute with a forward of the policy.
 OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
-# Beginnings of transformers' names of attention kernels. These names are accepted, but training ignores them.
+# Training ignores these names, which transformers knows.
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 DRAFTS = "vllm_engine_kwargs.speculative_config"
 
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """A condition on the value of one setting."""
-
-    words: str  # `words`: the condition as text, for docs/configuration.md.
+    words: str  # The condition as text, for docs/configuration.md.
     holds: Callable[[Any], Any]
 
 
 SET = When("", bool)
 UNSET = When("unset", operator.not_)
 ANY = When("", lambda value: value is not None)
-
-
 OWN_CLASS = When("an import path", lambda value: is_import_path(str(value)))
 DIVIDED = When("other than `none` or an import path", lambda value: value != "none" and not is_import_path(str(value)))
 
 
 def equal(*values: Any) -> When:
-    """Make the condition that a setting has one of ``values``."""
     return When(", ".join(f"`{_plain(value)}`" for value in values), lambda value: value in values)
 
 
 def other_than(*values: Any) -> When:
-    """Make the condition that a setting has none of ``values``."""
     return When(f"other than {', '.join(f'`{_plain(value)}`' for value in values)}", lambda value: value not in values)
 
 
 def above(number: float) -> When:
-    """Make the condition that a setting is above ``number``."""
     return When(f"above {number}", lambda value: value is not None and value > number)
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two settings that exclude each other, or a refused value. The error reads: FIELD is VALUE and OTHER is VALUE, but
-    REASON: REMEDY.
+    """Two settings that exclude each other, or a refused value.
 
     `field` and `other` name an attribute of the settings, an entry of a mapping (``generation_kwargs.min_tokens``), or
     a fact that the caller of the check passes. If settings lack such an attribute, the conflict doesn't apply.
@@ -70,15 +59,13 @@ class Conflict:
 
     field: str
     when: When
-    other: str  # Name of a second setting. Empty if a value of `field` is refused by itself.
+    other: str  # Empty if a value of `field` is refused by itself.
     other_when: When
     reason: str
     remedy: str
-    also: Callable[[Any], Any] | None = None  # `also`: an additional condition, a function of all settings.
+    also: Callable[[Any], Any] | None = None
 
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
-        """Return the error text if all conditions of this conflict hold, else None. ``facts`` has values by name, which
-        are read before attributes of ``settings``."""
         try:
             value, other = (
                 facts[name] if name in facts else value_of(settings, name) if name else None
@@ -102,28 +89,26 @@ def check_conflicts(settings: Any, facts: Mapping[str, Any] | None = None, about
     """Raise a ValueError for the first conflict of settings.
 
     Args:
-        facts: values by name, in place of the settings' attributes or in addition to them.
-        about: name of a setting. If not empty, only conflicts of this setting are checked.
+        facts: values by name, read before attributes of ``settings``.
+        about: check only conflicts of this setting.
     """
     if (error := conflict(settings, facts, about)) is not None:
         raise ValueError(error)
 
 
 def conflict(settings: Any, facts: Mapping[str, Any] | None = None, about: str = "") -> str | None:
-    """Return the error of the first conflict of settings, else None. `check_conflicts` documents the arguments."""
     rows = (row for of_one in tables().values() for row in of_one if about in ("", row.field, row.other))
     return next((error for row in rows if (error := row.error(settings, facts or {}))), None)
 
 
 @functools.cache
 def tables() -> dict[str, tuple[Conflict, ...]]:
-    """Map the name of each installed extension to its conflicts, and an empty name to the core's."""
+    """Map each installed extension to its conflicts, and the empty name to the core's."""
     offers = {name: registry.hooks_of(name, "conflicts") for name in registry.installed()}
     return {"": CONFLICTS} | {name: tuple(row for rows in offer for row in rows) for name, offer in offers.items()}
 
 
 def value_of(settings: Any, name: str) -> Any:
-    """Return a setting, or an entry of a mapping (``generation_kwargs.min_tokens``). None if there is no entry."""
     mapping, _, key = name.partition(".")
     value = getattr(settings, mapping)
     return value if not key else value.get(key) if isinstance(value, Mapping) else None

@@ -20,8 +20,7 @@ class EngineKnobs(TrainingArguments):
     vllm_model_impl: str = knob("auto", one_of=("auto", "vllm", "transformers"))
     """Implementation of the model in vLLM: `vllm` (its own), `transformers`, or `auto`: its own if there is one. TRL's
     default, `vllm`, is an error without one."""
-    vllm_max_model_length: int | None = knob(None)
-    """The engine's context in tokens; default: the model's, or less if the run needs less."""
+    vllm_max_model_length: int | None = knob(None, "Context of the engine in tokens; default: the run's need.")
     vllm_tensor_parallel_size: int = knob(1)
     """Neighbouring ranks of one machine that share one engine: its weights, KV cache and work. `sharding` says how each
     holds the policy. `per_device_train_batch_size` then counts an engine's completions; TRL's counts a rank's."""
@@ -31,16 +30,14 @@ class EngineKnobs(TrainingArguments):
     """Share of a GPU's memory for the engine: weights, activations, KV cache. Unset, the KV cache is planned: the rest
     of the GPU, up to the need of one generation."""
     vllm_enable_sleep_mode: bool = knob(False)
-    """On a GPU, free the KV cache while the policy trains. The engine's weights stay; TRL moves or discards them. No
-    effect on a CPU."""
+    """Free the KV cache while the policy trains. Weights stay; TRL moves or discards them. No effect on a CPU."""
     offload_optimizer: str = knob(
         "none", one_of=("none", "sampling", "stream", "auto"), spellings={"true": "sampling", "false": "none"},
         extension="offload",
     )  # fmt: skip
-    """On a GPU, keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, or `true`),
-    or always (`stream`, with `optim: adamw_split`): it passes through the GPU in pieces, to the same bits. `auto`: if
-    training doesn't fit, as few as needed of this, `offload_gradients` and `gradient_checkpointing: offload`. No effect
-    on a CPU."""
+    """Keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, `true`), or always
+    (`stream`, with `optim: adamw_split`): pieces pass through the GPU, to the same bits. `auto`: if training doesn't
+    fit, as few as needed of this, `offload_gradients` and `gradient_checkpointing: offload`. No effect on a CPU."""
     vllm_engine_kwargs: dict[str, Any] | str | None = knob(None)
     """Other arguments of `vllm.LLM`, such as `max_num_seqs` (default on a GPU: the completions of a generation, at most
     1,024), `enforce_eager`, `kv_cache_memory_bytes` or `dtype` (default: the policy's)."""
@@ -58,20 +55,17 @@ class EngineKnobs(TrainingArguments):
 
     @property
     def layout(self) -> RankLayout:
-        """This rank's position in the job: machine, engine, and ranks that share rows."""
         return RankLayout(
             self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size(),
             self.sequence_parallel_size, self.vllm_tensor_parallel_size if self.tensor_parallel else 1,
         )  # fmt: skip
 
     def _check_ranks(self) -> None:
-        """Raise a ValueError if the launched ranks don't form one process group, or don't divide into engines."""
         launched = int(os.environ.get("WORLD_SIZE") or 1)
         if self.world_size != launched:
             raise ValueError(
-                f"The launcher started {launched} ranks (WORLD_SIZE), but only {self.world_size} would train together: "
-                "start with `torchrun` or `accelerate launch`, and make the GRPOConfig in the process that was "
-                "launched."
+                f"{launched} ranks were launched (WORLD_SIZE), but only {self.world_size} would train together: make "
+                "the GRPOConfig in a process that `torchrun` or `accelerate launch` started."
             )
         per_engine, per_node = self.vllm_tensor_parallel_size, process.local_world_size()
         together = f"the ranks of an engine must be on one machine, and each has {per_node} of them (LOCAL_WORLD_SIZE)"

@@ -1,4 +1,4 @@
-"""`GRPOConfig`: all settings of a run, from sampling and scoring to training and reporting."""
+"""`GRPOConfig`: all settings of a run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from .steps import StepKnobs
 @dataclass
 class TRLKnobs(TrainingArguments):
     """Kept for TRL's files.
-    TRL's recipes may set these fields. Each is without effect, an error unless it has TRL's default, or an old name.
-    """
+    TRL's recipes may set these fields. Each has no effect, or must have TRL's default, or is an old name."""
 
     use_vllm: bool = knob(True)
     vllm_mode: str = knob("colocate", "Always `colocate`; TRL's other mode, `server`, is an error.")
@@ -48,8 +47,7 @@ class TRLKnobs(TrainingArguments):
     vllm_importance_sampling_cap: float | None = knob(None)
 
     def _check_trl(self) -> None:
-        """Raise a ValueError for a setting of TRL that Colograd refuses, unless it has TRL's default. Trainers repeat
-        the check."""
+        """Raise a ValueError for a refused setting of TRL. Trainers repeat this check."""
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) != each.default:
                 raise ValueError(unknown_name(each.name, ()))
@@ -74,7 +72,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     construction Colograd writes to a configuration only in the methods named ``resolve_*``.
     """
 
-    notes: ClassVar[list[str]]  # `notes`: log lines about the settings of an instance, such as an old name.
+    notes: ClassVar[list[str]]
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "teacher_model_name_or_path",
         "teacher_model_init_kwargs", "generation_kwargs", "transformers_continuous_batching_config",
@@ -82,22 +80,19 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     ]  # fmt: skip
 
     # Fields of TrainingArguments with other defaults or meanings than in transformers.
-    learning_rate: float = knob(1e-6)
-    """Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers."""
+    learning_rate: float = knob(1e-6, "Peak learning rate of AdamW. With `warmup_steps` the first step has 0.")
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: str | None = knob(None, nargs="?", const=True)
     """Recompute activations in the backward: less memory, about a third more training time. Unset, the memory plan
     chooses no layer, or every fourth, second or each one (`gradient_checkpointing_kwargs: {every_n_layers: 2}` sets
     it). `offload`: each layer's input waits in page-locked host memory, to the same bits; `true` on a CPU."""
     bf16: bool | None = knob(None, nargs="?", const=True)
-    """With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL. No effect with a
-    bfloat16 policy."""
+    """With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL."""
     remove_unused_columns: bool | None = knob(False, "Pass only the column `prompt` to reward functions.")
     optim: str = knob("auto", extension={"muon": "muon"})
     """`auto`: `adamw_split` for a bfloat16 policy, else `adamw_torch`. `adamw_split`: AdamW on an exact float32 master,
-    kept as the bfloat16 parameter and 16 more bits; one compiled kernel on a GPU, unless `optim_args: compiled=false`.
-    `muon`: Muon for the layers' matrices on such a master, `adamw_split` for the rest. Or an optimizer name of
-    transformers."""
+    kept as the parameter and 16 bits; compiled on a GPU, unless `optim_args: compiled=false`. `muon`: Muon for layers'
+    matrices on such a master, `adamw_split` for the rest. Or an optimizer of transformers."""
     torch_compile: bool = knob(False)
     """Compile the policy's decoder layers: norms, rotary embedding, activation and residuals become a few fused
     kernels. One compilation at start (a minute or more) serves all layers and lengths. Needs packed rows."""
@@ -117,15 +112,14 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 setattr(self, present, value)
                 self.notes.append(f"config: `{old}` is the old name of `{present}`")
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # A copy, because transformers may replace None by False.
+        checkpoints: Any = self.gradient_checkpointing  # transformers may replace None by False.
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
-        # Hide the settings of torch.compile from transformers, which would allow TF32 and compile the whole model.
+        # With the settings of torch.compile transformers would allow TF32 and compile the whole model.
         compiling = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         compiled = {name: getattr(self, name) for name in compiling}
-        for name in compiling:
-            setattr(self, name, False if name == "torch_compile" else None)
+        self.__dict__.update(dict.fromkeys(compiling))
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := process.why_gpu_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
@@ -133,8 +127,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         process.drop_inherited_ranks()
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
-            join(timedelta(seconds=self.ddp_timeout))  # On a CPU transformers ignores the setting `ddp_timeout`.
-        # After torchrun has restarted the ranks, accelerate would read the addresses of ended processes.
+            join(timedelta(seconds=self.ddp_timeout))  # On a CPU transformers ignores `ddp_timeout`.
+        # After a restart by torchrun, accelerate would read the addresses of ended processes.
         elif attempt() and torch.cuda.is_available():
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
@@ -143,9 +137,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self.optim, self.bf16 = optim, autocast
         if self.metric_for_best_model is not None:
             registry.require("best_model", f"metric_for_best_model: {self.metric_for_best_model}")
-        compiled["torch_compile"] = any(compiled.values())  # A set backend or mode means compilation.
-        for name, value in compiled.items():
-            setattr(self, name, value)
+        self.__dict__.update(compiled, torch_compile=any(compiled.values()))  # A set backend or mode means compilation.
         self.logging_nan_inf_filter = False  # transformers would log an average in place of a NaN loss.
         kwargs: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
         if checkpoints is None and {"every_n_layers", "offload"} & set(kwargs):
@@ -157,15 +149,15 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._resolve_budget(self.on_cpu)
         note = " (rows have other lengths in each micro-batch)"
         Rules(one_of=COMPILE_MODES, note=note).check("torch_compile_mode", self.torch_compile_mode)
-        if self.use_liger_kernel:  # Turn off Liger's losses, because one is on by default.
+        if self.use_liger_kernel:  # One of Liger's losses is on by default.
             kernels: dict[str, Any] = self.liger_kernel_config or {}  # type: ignore[assignment]
             self.liger_kernel_config = dict.fromkeys(LIGER_LOSSES, False) | kernels
         self.notes.extend(self._drop_what_is_done_anyway())
-        if self.loss_eval is None:  # By default a loss is computed at the training temperature, or for the best model.
+        if self.loss_eval is None:
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)
         self._check_ranks()
-        for check in registry.hooks("check_settings"):  # Extensions' checks of settings, functions (config) -> None.
+        for check in registry.hooks("check_settings"):  # Functions (config) -> None.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         self.notes.extend(self._check_conflicts_and_bias())
@@ -175,12 +167,10 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse later changes of settings that a trainer reads only once (`_read_at_start`). Most of transformers'
-        fields can still change, because each `train` reads them again."""
+        """Refuse later changes of settings that a trainer reads only once."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field. Changing a frozen field raises an AttributeError; see `freeze`."""
         if "_frozen" in vars(self) and name in _read_at_start() and value != (now := getattr(self, name)):
             raise AttributeError(
                 f"{name} is {now!r} and can't become {value!r}: a trainer was made with the present value. "
@@ -189,34 +179,30 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # A copied config isn't frozen.
+        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # A copy isn't frozen.
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the policy trains on the CPU."""
         return bool(self.device.type == "cpu")
 
     def check_for_trainer(self) -> None:
-        """Raise a ValueError for settings that prevent training, such as a tracker that isn't installed."""
         self._check_trl()
         for name in self.report_to or ():  # transformers would refuse a missing tracker only after loading the model.
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(
-                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove "
-                    "the tracker from `report_to`. Colograd's own report needs no tracker (`report_to: none`)."
+                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove it."
                 )
         if self.n_gpu > 1:
             raise ValueError(
-                f"{self.n_gpu} GPUs are visible to one process, but each GPU needs its own rank (process): start "
-                "with `accelerate launch` or `torchrun`, or make only one GPU visible with CUDA_VISIBLE_DEVICES."
-            )
-        if self.max_steps > 0 and self.max_steps % self.round_length:
-            raise ValueError(
-                f"max_steps is {self.max_steps}, but a round is {self.round_length} optimizer steps "
-                "(steps_per_generation x num_iterations): make it a multiple, such as "
-                f"{-(-self.max_steps // self.round_length) * self.round_length}."
+                f"{self.n_gpu} GPUs are visible to one process, but each needs its own rank: start with `torchrun`, or "
+                "`accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU."
             )
         best, length = self.save_strategy == "best", self.round_length
+        if self.max_steps > 0 and self.max_steps % length:
+            raise ValueError(
+                f"max_steps is {self.max_steps}, but a round is {length} optimizer steps (steps_per_generation x "
+                f"num_iterations): make it a multiple, such as {-(-self.max_steps // length) * length}."
+            )
         if length == 1 or not (best or self.load_best_model_at_end):
             return
         reason = "save_strategy is best" if best else "load_best_model_at_end is true"
@@ -225,20 +211,17 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
             if strategy == "steps" and (steps < 1 or steps % length):
                 raise ValueError(
                     f"{name} is {steps} and {reason}, but checkpoints are written at the ends of rounds of {length} "
-                    "optimizer steps (steps_per_generation x num_iterations), so no checkpoint might hold the best "
-                    f"model: make {name} a multiple of {length}."
+                    f"optimizer steps (steps_per_generation x num_iterations): make {name} a multiple of {length}."
                 )
 
     def advice(self) -> Iterator[str]:
-        """Yield a log line for each valid setting without effect or that users rarely intend, and for the launcher's
-        sharding."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
         for each in fields(self):
             if each.name in UNUSED and getattr(self, each.name) != each.default:
                 yield f"config: `{each.name}` has no effect: {UNUSED[each.name]}"
         if self.sharding_note:
             yield self.sharding_note
-        for advise in registry.hooks("advice"):  # Extensions' functions (config) -> log lines.
+        for advise in registry.hooks("advice"):  # Functions (config) -> log lines.
             yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
@@ -256,7 +239,6 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Return the names of settings that `freeze` protects: most of Colograd's, and a few of transformers'."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}

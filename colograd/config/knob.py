@@ -1,4 +1,4 @@
-"""`knob` declares a setting with rules for its value. This module checks the rules and rejects unknown settings."""
+"""`knob` declares a setting with rules for its value."""
 
 from __future__ import annotations
 
@@ -26,21 +26,17 @@ class Rules:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    remedy: str = "raise it"  # `remedy`: the advice in the error for a value out of bounds.
-    one_of: tuple[str, ...] = ()  # `one_of`: the allowed values, or allowed entries of a list.
-    or_path: bool = False  # `or_path`: whether an import path is allowed too.
-    note: str = ""  # `note`: text after "isn't supported" in the error.
-    # `spellings`: alternative spelling in lower case -> value. YAML reads a bare `off` as False, here "false".
-    spellings: Mapping[str, Any] = field(default_factory=dict)
-    # `extension`: the extension that every value except the default, None and [] needs, or value -> extension.
-    extension: str | Mapping[str, str] = ""
+    remedy: str = "raise it"
+    one_of: tuple[str, ...] = ()
+    or_path: bool = False
+    note: str = ""  # Text behind "isn't supported" in the error.
+    spellings: Mapping[str, Any] = field(default_factory=dict)  # Spelling in lower case -> value.
+    extension: str | Mapping[str, str] = ""  # Extension of values other than the default, or value -> extension.
 
     def plain(self, value: Any) -> Any:
-        """Replace an alternative spelling (`spellings`) by the value it means. Return any other value unchanged."""
         return self.spellings.get(str(value).lower(), value) if self.spellings else value
 
     def check(self, name: str, value: Any) -> None:
-        """Raise a ValueError with the setting's ``name`` if ``value`` breaks a rule."""
         if value is None:
             return
         for one in value if self.one_of and isinstance(value, list) else [value]:
@@ -61,7 +57,7 @@ class Rules:
 
 
 class Help(str):
-    """A knob's help text that carries the knob's `Rules`. Rules in the field's metadata would be passed to argparse."""
+    """A knob's help text with its `Rules`: argparse would get rules that stand in the field's metadata."""
 
     rules: Rules
 
@@ -77,7 +73,6 @@ def knob(default: Any, meaning: str = "", **words: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-# Variants of `knob` for settings that need one extension; each variant has its extension's name.
 agents = functools.partial(knob, extension="agents")
 distillation = functools.partial(knob, extension="distillation")
 quantized = functools.partial(knob, extension="quantized")
@@ -86,24 +81,19 @@ reference = functools.partial(knob, extension="reference")
 tools = functools.partial(knob, extension="tools")
 
 
-@functools.cache
 def rules_of(group: Any) -> dict[str, Rules]:
-    """Map the name of each knob of a dataclass to the knob's `Rules`."""
     meanings = {each.name: each.metadata.get("help") for each in dataclasses.fields(group)}
     return {name: text.rules for name, text in meanings.items() if isinstance(text, Help)}
 
 
 def check_values(group: Any) -> None:
-    """Replace alternative spellings of values. Raise a ValueError for the first value that breaks a rule of its knob,
-    or that needs an extension which isn't installed."""
+    """Replace alternative spellings, then raise a ValueError for a bad value."""
+    rules_by_name = rules_of(group)
     for each in dataclasses.fields(group):
-        if (rules := rules_of(group.__class__).get(each.name)) is None:
+        if (rules := rules_by_name.get(each.name)) is None:
             continue
-        value = getattr(group, each.name)
-        plain = rules.plain(value)
-        if plain is not value:
-            setattr(group, each.name, plain)
-            value = plain
+        value = rules.plain(getattr(group, each.name))
+        setattr(group, each.name, value)
         extension = rules.extension if isinstance(rules.extension, str) else rules.extension.get(str(value), "")
         if extension and value not in (each.default, None, []):
             registry.require(extension, f"{each.name}: {shown(value)}")
@@ -111,12 +101,10 @@ def check_values(group: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error text. Bools are written as in YAML: `true`, `false`."""
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-# Refused settings with reason and remedy: TRL's fields with a value other than TRL's default, and names of TRL's
-# command line or of its older versions.
+# Settings of TRL, of its command line and of its older versions. TRL's default of a field is allowed.
 REFUSED: dict[str, str] = {
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
@@ -126,7 +114,7 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# Fields of TRL and transformers without effect, with the reason. A value other than the default gets a log line.
+# Settings of TRL and transformers without effect. A value other than the default gets a log line.
 UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",
@@ -139,17 +127,15 @@ UNUSED: dict[str, str] = {
     "torch_empty_cache_steps": "rows are cut to what the device has",
     "dataloader_num_workers": "prompts are tokenised and shared out without torch's loader",
 }
-INERT = (("max_prompt_length", None),)  # INERT: removed settings, each with a value that requests nothing.
-NONE_IS_OFF = ("max_grad_norm",)  # NONE_IS_OFF: fields of transformers that accept None against their type.
-RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # RENAMED: old name -> present name.
-# Help texts of the settings above.
+INERT = (("max_prompt_length", None),)  # Removed settings with values that request nothing.
+NONE_IS_OFF = ("max_grad_norm",)  # transformers accepts None here, against the field's type.
+RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # Old name -> present name.
 MEANINGS = {name: f"No effect: {reason}." for name, reason in UNUSED.items()}
 MEANINGS |= {name: f"Another value is an error: {reason}." for name, reason in REFUSED.items()}
 MEANINGS |= {name: f"The old name of `{present}`." for name, present in RENAMED.items()}
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """Format the error for an unknown setting: why Colograd refuses it, or a similar name that exists."""
     if name in REFUSED:
         return f"`{name}` isn't supported: {REFUSED[name]}."
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -158,7 +144,6 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 
 def known_settings(settings: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Drop removed settings that request nothing (`INERT`). Raise a ValueError for any other unknown setting."""
     for name, value in settings.items():
         if name not in known and (name, value) not in INERT:
             raise ValueError(unknown_name(name, known))
@@ -166,15 +151,13 @@ def known_settings(settings: Mapping[str, Any], known: Iterable[str]) -> dict[st
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop each setting that is None although ``defaults`` has it: in TRL None then means the default. Return the other
-    settings, and one log line per dropped setting."""
+    """Drop each setting that is None although ``defaults`` has it: in TRL None then means the default."""
     unset = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
     return {name: value for name, value in settings.items() if name not in unset}, lines
 
 
 def never_none(cls: type) -> dict[str, Any]:
-    """Map the names of the dataclass fields that can't be None, by their types, to the fields' defaults."""
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         annotations |= inspect.get_annotations(base)
@@ -188,7 +171,7 @@ def never_none(cls: type) -> dict[str, Any]:
 
 
 def _complete_help(cls: type) -> None:
-    """Set each knob's empty help to the text below the knob's field in the source, or to its text in `MEANINGS`."""
+    """Set each empty help text to the string below its field in the source, or to its text in `MEANINGS`."""
     meanings = dict(MEANINGS)
     for module in {base.__module__ for base in cls.__mro__ if base.__module__.startswith(f"{__package__}.")}:
         for group in ast.parse(inspect.getsource(sys.modules[module])).body:

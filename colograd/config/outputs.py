@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from .knob import knob, recording
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Reward workers ignore these signals, see usercode/worker_process.py.
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Worker processes ignore them (usercode/worker_process.py).
 
 
 @dataclass
@@ -18,11 +18,9 @@ class SavingKnobs(TrainingArguments):
     save_in_background: bool = knob(True)
     """Write checkpoints from a copy in host memory while training goes on. Training waits if files are needed at once
     (a push to the Hub, a callback's `on_save`) or memory for the copy is missing."""
-    save_failures: int = knob(3, at_least=1)
-    """Checkpoints in a row that can't be written (e.g. a full disk) before the run ends with the error."""
+    save_failures: int = knob(3, "Failed checkpoints in a row (e.g. a full disk) that end the run.", at_least=1)
     stop_signals: list[str] = knob([*STOP_SIGNALS], one_of=STOP_SIGNALS)
-    """Signals that stop the run with a checkpoint at the end of the round, as Ctrl-C does. A second one, more than two
-    seconds later, ends it at once."""
+    """Signals that stop the run with a checkpoint after the round, like Ctrl-C. A second, over 2 s later, ends it."""
     stop_within: float | None = knob(None, above=0)
     """Seconds from such a signal to the end of the process. A round that can't end in time is cut: decoding stops, a
     checkpoint of the last finished round is written, and the rollout log has the scored groups. Unset: the round is
@@ -39,20 +37,17 @@ class SavingKnobs(TrainingArguments):
     `until_checkpoint`: delete rounds before the last two checkpoints; `keep`: delete nothing; `off`. Unset:
     `until_checkpoint` in a run that saves checkpoints."""
     rescore: bool = knob(False)
-    """Score the recorded samples of a resumed run's first round again, after reward functions changed. Without it such
-    a change is an error."""
+    """Score the recorded samples of a resumed run's first round again. Without it, changed rewards are an error."""
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
-        """Set ``save_on_each_node`` if nodes share no file system."""
         self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
 
     @property
     def keeps_journal(self) -> bool:
-        """Whether every scored group is recorded in `_journal/`. With `report` a few groups are in any case."""
         return self.journal != "off"
 
 
-TRACKERS = ("wandb", "trackio", "tensorboard")  # Trackers for `report_to` that need a package of the same name.
+TRACKERS = ("wandb", "trackio", "tensorboard")  # Each is also the name of a package that the tracker needs.
 
 
 @dataclass
@@ -62,14 +57,10 @@ class LogKnobs:
     log_completions: bool = recording(False)
     """Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), print a sample
     now and then, and send it to wandb or trackio. Evaluations too."""
-    log_completions_steps: int | None = recording(None)
-    """Steps between two printed and sent tables; default `logging_steps`."""
-    num_completions_to_print: int | None = recording(None, at_least=0)
-    """Rows of the printed table; default all, 0: no table."""
-    log_completions_hub_repo: str | None = recording(None)
-    """A dataset on the Hub that gets the files of `log_completions` every two minutes."""
-    log_multimodal: bool = recording(True)
-    """Keep small pictures of prompts' images in the completions log and the trackers' tables."""
+    log_completions_steps: int | None = recording(None, "Steps between printed tables; default `logging_steps`.")
+    num_completions_to_print: int | None = recording(None, "Rows of the printed table; default all.", at_least=0)
+    log_completions_hub_repo: str | None = recording(None, "Hub dataset that gets the completions every 2 minutes.")
+    log_multimodal: bool = recording(True, "Keep small images of prompts in the completions log and trackers' tables.")
     log_unique_prompts: bool = recording(False, "Show and send one completion per prompt.")
     report: bool = recording(True)
     """Record the run for its report (`_report/`, with some groups token by token), and write `report.html` at the end;
@@ -80,5 +71,5 @@ class LogKnobs:
     verbose: bool = knob(False, "Show the logs of vLLM and transformers.")
 
     def resolve_replay(self) -> None:
-        """Turn the report off: a replay (recorded steps trained again) must not change the run's folder."""
+        """A replay must not change the run's folder."""
         self.report = False

@@ -31,8 +31,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
-    parser.set_defaults(**settings)  # argparse converts texts to the fields' types: YAML 1.1 reads ``1e-5`` as a text.
-    _flags(parser, argv)  # `_flags` raises a ValueError for an unknown flag or a value of the wrong type.
+    parser.set_defaults(**settings)  # argparse converts texts: YAML 1.1 reads ``1e-5`` as a text.
+    _flags(parser, argv)  # Raises a ValueError for a bad flag, where the parser's next line would exit.
     script, config, model = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
     if script.ignore_bias_buffers:
@@ -42,7 +42,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return only the settings that a command line and its recipe set, in JSON types, without checking values."""
+    """Return only the settings that a command line and its recipe set, in JSON types and unchecked."""
     settings, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
@@ -54,7 +54,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return all settings, with defaults. Values aren't checked, because the run may be for another machine."""
+    """Return all settings unchecked, because the run may be for another machine."""
     settings, rest, _ = _settings(argv)
     for group in GROUPS:
         settings, _ = without_nones(settings, never_none(group))
@@ -66,7 +66,6 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flags_help() -> str:
-    """Format the command line's help: every flag of Colograd and transformers with its meaning."""
     return _parser().format_help().partition("options:\n")[2]
 
 
@@ -75,7 +74,6 @@ def _parser() -> HfArgumentParser:
 
 
 def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """Parse flags into values by name. An unknown flag or a value of the wrong type is a ValueError."""
     try:
         values, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -86,10 +84,8 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the recipe's settings with the entries that flags ``--field.key value`` set, the other arguments, and the
-    recipe's path. Set the environment variables of the recipe's ``env``."""
     rest: list[str] = []
-    nested: dict[str, dict[str, Any]] = {}  # Values of flags ``--field.key value``: field -> key -> value.
+    nested: dict[str, dict[str, Any]] = {}
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
@@ -106,32 +102,24 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     try:
         options, rest = parser.parse_known_args(rest)
     except argparse.ArgumentError:
-        raise ValueError(
-            "--config needs the path of a YAML file, or the name of a recipe that `colograd recipes` lists: give one."
-        ) from None
+        raise ValueError("--config needs a value: a YAML file, or a name that `colograd recipes` lists.") from None
     recipe = options.config and file_or_shipped(options.config)
     settings = _read_yaml(recipe) if recipe else {}
     variables = settings.pop("env", None) or {}
     if not isinstance(variables, dict):
-        raise ValueError(
-            f"env is {variables!r}, but must be a mapping of environment variables to values: write `NAME: value` "
-            "lines."
-        )
+        raise ValueError(f"env is {variables!r}, but must be a mapping: write `NAME: value` lines.")
     os.environ.update({str(name): str(value) for name, value in variables.items()})
     settings = known_settings(settings, KNOWN)
     for name, entries in known_settings(nested, KNOWN).items():
+        flag = f"--{name}.{next(iter(entries))}"
         if name not in MAPPINGS:
-            raise ValueError(
-                f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't a mapping: use --{name}."
-            )
+            raise ValueError(f"{flag} sets an entry of a mapping, but {name} isn't a mapping: use --{name}.")
         if any(word.partition("=")[0] == f"--{name}" for word in rest):
-            raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
+            raise ValueError(f"--{name} and {flag} are both given: give one of the two.")
         present = settings.get(name)  # TRL's recipes may write a mapping as JSON text.
         present = json.loads(present) if isinstance(present, str) else present
         if present is not None and not isinstance(present, dict):
-            raise ValueError(
-                f"--{name}.key sets an entry of a mapping, but {name} is {present!r}: write {name} as a mapping."
-            )
+            raise ValueError(f"{flag} sets an entry of a mapping, but {name} is {present!r}: write a mapping.")
         settings[name] = (present or {}) | entries
     return settings, rest, recipe
 
@@ -145,12 +133,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
-        raise ValueError(
-            f"The recipe {str(path)!r} isn't valid YAML: mend it where the parser stopped. ({error})"
-        ) from None
+        raise ValueError(f"The recipe {str(path)!r} isn't valid YAML: mend it. ({error})") from None
     if not isinstance(settings, dict):
         raise ValueError(
-            f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}: write "
-            "`key: value` lines."
+            f"The recipe {str(path)!r} must be a mapping, not a {type(settings).__name__}: write `key: value` lines."
         )
     return settings

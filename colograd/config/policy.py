@@ -14,71 +14,61 @@ from transformers.hf_argparser import string_to_bool
 from .conflicts import check_conflicts
 from .knob import knob
 
-# Modes of torch.compile without CUDA graphs. Graphs would be recorded again for each row length.
+# Modes without CUDA graphs, which would be recorded again for each row length.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 KEEPS_MASTER = ("adamw_split", "muon")  # Optimizers with an exact float32 master of a bfloat16 policy.
-# Two names of one setting in transformers: TRL's name, and the name that Trainer reads since 5.23.
+# TRL's name, and the name that transformers' Trainer reads since 5.23.
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
 
 def default_dtype(optim: str) -> str:
-    """Return the default dtype of a policy: `bfloat16`, or TRL's `float32` if ``optim`` has no float32 master."""
+    """Return the dtype of a policy without a setting: TRL's `float32` if ``optim`` has no float32 master."""
     return "bfloat16" if optim in ("auto", *KEEPS_MASTER) else "float32"
 
 
 def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
-    """Return the optimizer's name. `auto` is `adamw_split` for a bfloat16 policy, else `adamw_torch`."""
     by_dtype = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
     return by_dtype if optim == "auto" else optim
 
 
 def checkpointing_way(value: Any) -> bool | str | None:
-    """Convert `gradient_checkpointing` from a command line (text) or YAML to true, false, "offload" or None."""
     if value is None or str(value).lower() == "offload":
         return value if value is None else "offload"
     try:
         return bool(string_to_bool(value))
     except ArgumentTypeError:
-        raise ValueError(
-            f"gradient_checkpointing is {value!r}, but must be true, false or offload. Unset, the memory plan chooses."
-        ) from None
+        raise ValueError(f"gradient_checkpointing is {value!r}, but must be true, false or offload.") from None
 
 
 @dataclass
 class PolicyKnobs(TrainingArguments):
     """Settings of the policy."""
 
-    model_init_kwargs: dict[str, Any] | str | None = knob(None)
-    """Keyword arguments of `from_pretrained`, when the model is given by name."""
+    model_init_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of `from_pretrained`.")
     trust_remote_code: bool = knob(False, "Run code that comes with a model.")
     freeze_vision_tower: bool = knob(False, extension="images")
-    """Freeze the vision tower of a vision-language model. The projector and the language model are trained; the tower
-    is copied to the engine once."""
+    """Freeze the vision tower, but not the projector and the language model. The engine gets the tower once."""
     disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
     cast_lm_head_to_fp32: bool = knob(False)
     """Compute logits in float32 in policy, reference and vLLM (if its version can), so that sampler and trainer agree
     more closely. The weight keeps its dtype; TRL casts it."""
     router_replay: bool = knob(False, extension="experts")
-    """Train a mixture of experts with the experts that vLLM chose for each token (R3, arXiv 2510.11370), so that
-    sampler and trainer differ no more than a dense model's. Costs layers x experts per token bytes of host memory per
-    token."""
+    """Train a mixture of experts with the experts that vLLM chose for each token (R3, arXiv 2510.11370): sampler and
+    trainer differ no more than a dense model's. Costs layers x experts per token bytes of host memory per token."""
 
     @property
     def policy_dtype(self) -> str:
-        """The policy's dtype: `bfloat16`, `float32` or `auto`. Without a setting it is `default_dtype(optim)`."""
         kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
         dtype = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")
         return default_dtype(self.optim) if dtype is None else str(dtype).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
-        """Return the policy's dtype for `from_pretrained`: "auto", or torch's dtype of that name."""
         dtype = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
         if not isinstance(dtype, str | torch.dtype):
             raise ValueError(f"dtype {self.policy_dtype!r} isn't a dtype of torch: choose bfloat16, float32 or auto.")
         return dtype
 
     def _take_checkpointing(self) -> None:
-        """Convert ``gradient_checkpointing`` to a bool or None, and `offload` to an entry of its keyword arguments."""
         given = [[getattr(self, f"{name}{end}", None) for name in CHECKPOINTING] for end in ("", "_kwargs")]
         way, kwargs = (next((value for value in values if value is not None), None) for values in given)
         on = checkpointing_way(way)
@@ -88,7 +78,6 @@ class PolicyKnobs(TrainingArguments):
         self._set_checkpointing(on, kwargs)
 
     def _set_checkpointing(self, on: bool | None, kwargs: Any) -> None:
-        """Set ``gradient_checkpointing`` and its keyword arguments under both names that transformers reads."""
         for name in CHECKPOINTING:
             if hasattr(self, name):
                 setattr(self, name, on)
@@ -96,7 +85,6 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether the inputs of layers that the backward recomputes wait in host memory. A CPU ignores this setting."""
         return bool((self.gradient_checkpointing_kwargs or {}).get("offload")) and self.checkpointing > 0
 
     @property
@@ -106,16 +94,13 @@ class PolicyKnobs(TrainingArguments):
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
 
     def resolve_loading(self, **more: Any) -> None:
-        """Add keyword arguments of `from_pretrained` to ``model_init_kwargs``."""
         self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:
-        """Set ``gradient_checkpointing``: each ``every``-th layer recomputes, or no layer if ``every`` is 0."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         self._set_checkpointing(every > 0, {**kwargs, "every_n_layers": every} if every > 1 else kwargs)
 
     def resolve_offload(self, streams: bool, gradients: bool, activations: bool) -> None:
-        """Replace `offload_optimizer: auto` by the memory plan's choice of parts to keep in host memory."""
         self.offload_optimizer: str = "stream" if streams else "none"
         self.offload_gradients: bool = getattr(self, "offload_gradients", False) or gradients
         if activations:
@@ -123,13 +108,9 @@ class PolicyKnobs(TrainingArguments):
             self._set_checkpointing(True, {**kwargs, "offload": True, "every_n_layers": 1})
 
     def resolve_precision(self, dtype: torch.dtype) -> None:
-        """Resolve ``optim`` and ``bf16`` by the dtype of the loaded policy."""
         if dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(
-                f"The policy's dtype is {str(dtype).removeprefix('torch.')}, but policies train in bfloat16 or "
-                "float32: set dtype, or convert the model."
-            )
+            raise ValueError(f"The policy's dtype is {dtype}, but must be bfloat16 or float32: set `dtype`.")
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        check_conflicts(self, about="optim")  # Checked again, because `auto` is resolved now.
+        check_conflicts(self, about="optim")
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset `bf16` means true.
         self.mixed_precision = "bf16" if self.bf16 else "no"

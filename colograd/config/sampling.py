@@ -9,15 +9,13 @@ from typing import Any
 from .knob import knob
 from .steps import StepKnobs
 
-# Parameters of vLLM that can make its distribution differ from the model's softmax at the temperature. None has no
-# effect. `NEUTRAL` maps a parameter to other values without effect. All others have no effect as 0 or empty.
+# Parameters of vLLM that can change the distribution. `NEUTRAL` has the values that don't; default: 0 and empty.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
-TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that top_p, top_k and min_p leave.
-# Parameters of transformers' `generate` and vLLM, with the values that change nothing here. `n` may be 1, because TRL
-# repeats the prompt for each completion.
+TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that these leave.
+# Parameters with the values that change nothing here. `n` is 1, as TRL repeats the prompt for each completion.
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
     "use_cache": (True,), "early_stopping": (False,), "length_penalty": (1,), "typical_p": (1,),
@@ -39,26 +37,22 @@ class SamplingKnobs:
     generation_kwargs: dict[str, Any] | str | None = knob(None)
     """Other `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or
     `structured_outputs` (`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). `skip_special_tokens: false` keeps
-    special tokens in the texts of rewards and logs. Unsupported parameters are errors; names of transformers may stay
-    with values that change nothing."""
+    special tokens in the texts of rewards and logs. Other parameters are errors unless they change nothing."""
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Drop entries of ``generation_kwargs`` that change nothing, and return a log line for each. Raise a ValueError
-        if a parameter that only transformers has requests anything."""
         kwargs = self.generation_kwargs
         if not isinstance(kwargs, dict):
             return []
-        length, temperature = self.max_completion_length, self.temperature
-        anyway = ANYWAY | {"max_new_tokens": (length,), "max_tokens": (length,), "temperature": (temperature,)}
+        length = (self.max_completion_length,)
+        anyway = ANYWAY | {"max_new_tokens": length, "max_tokens": length, "temperature": (self.temperature,)}
         needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
         self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
-            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names too, checked later.
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's too: checked later.
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
-                    f"{anyway[name][0]!r}: remove the entry. (Lengths are max_completion_length; greedy evaluation is "
-                    "temperature_eval: 0.)"
+                    f"{anyway[name][0]!r}: remove the entry (see max_completion_length and temperature_eval: 0)."
                 )
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in needless]
 
@@ -82,19 +76,17 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
     temperature_eval: float | None = knob(None, at_least=0)
     """Temperature in `evaluate`; default `temperature`, 0 is greedy."""
     max_completion_length_eval: int | None = knob(None)
-    """Tokens a completion may have in `evaluate`; default `max_completion_length`."""
+    """Maximum tokens of a completion in `evaluate`; default `max_completion_length`."""
     pass_threshold_eval: float = knob(1.0, "Weighted reward from which a completion counts as a pass in `eval_pass@k`.")
     loss_eval: bool | None = knob(None, nargs="?", const=True)
     """Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other metrics
     of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`."""
 
     def eval_generations(self) -> int:
-        """Return the number of completions per prompt in `evaluate`; 1 by default if evaluation is greedy."""
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """With ``load_best_model_at_end``, set an unset ``metric_for_best_model`` to `reward`. transformers' default is
-        the loss, which an evaluation may lack."""
+        """Choose `reward` where transformers would choose the loss, which an evaluation may lack."""
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return
         if self.greater_is_better is False:

@@ -11,11 +11,10 @@ from transformers import TrainingArguments
 from ..runtime import registry
 from .knob import knob
 
-# Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. Ranks with equal tensors
-# divide the optimizer state if the suffix is `+optimizer` (ZeRO-1), and also the gradients if it is `+gradients`.
+# Each rank trains the tensors that its vLLM rank samples with. The suffix: ranks with equal tensors divide this state.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-OFFERED = registry.names("sharding")  # Sharding strategies of extensions: name -> extension.
-LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Set by accelerate for FSDP and for DeepSpeed.
+OFFERED = registry.names("sharding")
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
 @dataclass
@@ -23,12 +22,9 @@ class ShardingKnobs(TrainingArguments):
     """Settings of sharding."""
 
     sharding: str = knob(
-        "none",
-        one_of=("none", "optimizer", "gradients", *OFFERED, "auto"),
-        or_path=True,
-        note=" in this version",
+        "none", one_of=("none", "optimizer", "gradients", *OFFERED, "auto"), or_path=True, note=" in this version",
         extension=OFFERED,
-    )
+    )  # fmt: skip
     """What is divided among ranks: `none`, `optimizer` (optimizer state, ZeRO-1), `gradients` (gradients too, ZeRO-2),
     `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank samples with;
     `tensor+optimizer` and `tensor+gradients` divide the rest among engines), `fsdp` (weights too, FSDP2), or `auto`:
@@ -49,8 +45,7 @@ class ShardingKnobs(TrainingArguments):
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Set ``sharding`` and its options as accelerate's or DeepSpeed's file requests, and hide the request from
-        transformers. The extension `launchers` reads the file: config -> (settings, line for the user or "")."""
+        """Take over the sharding of accelerate's or DeepSpeed's file, and hide it from transformers."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         self.sharding_note = ""
@@ -58,15 +53,13 @@ class ShardingKnobs(TrainingArguments):
             settings, self.sharding_note = read(self)
             for name, value in settings.items():
                 setattr(self, name, value)
-        self.deepspeed: Any = None  # Colograd shards without DeepSpeed's engine.
+        self.deepspeed: Any = None
 
     def resolve_sharding(self, strategy: str) -> None:
-        """Replace `sharding: auto` by the chosen ``strategy``, when the policy and the prompts are known."""
         self.sharding: str = strategy
 
     @property
     def offloads_gradients(self) -> bool:
-        """Whether the backward adds gradients to sums in host memory: never on a CPU."""
         return self.offload_gradients and self.device.type != "cpu"
 
     @property

@@ -1,9 +1,4 @@
-"""Settings of an optimizer step: prompts, groups of completions, iterations and micro-batches.
-
-A configuration multiplies ``per_device_train_batch_size`` by ``gradient_accumulation_steps``. The product counts
-*completions per engine and optimizer step*, because micro-batches are formed by tokens and not by rows. Each rank has
-its own engine unless ``vllm_tensor_parallel_size`` is above 1.
-"""
+"""Settings of an optimizer step: prompts, groups of completions, iterations and micro-batches."""
 
 from __future__ import annotations
 
@@ -27,8 +22,7 @@ class StepKnobs(TrainingArguments):
     steps_per_generation: int | None = knob(None)
     """Batches of `per_device_train_batch_size` that are sampled together; default `gradient_accumulation_steps`, one
     optimizer step per generation. A divisor of it means the same."""
-    generation_batch_size: int | None = knob(None)
-    """TRL's alternative to `steps_per_generation`: completions sampled together."""
+    generation_batch_size: int | None = knob(None, "Completions sampled together, in place of `steps_per_generation`.")
     num_iterations: int = knob(1, "Times each generation's batches are trained on.", at_least=1)
     max_tokens_per_microbatch: int | str | None = knob("auto")
     """Tokens in one forward and backward. `auto`: measured on a GPU before the first step, 4096 on a CPU. Halved when
@@ -47,16 +41,12 @@ class StepKnobs(TrainingArguments):
     Must be longer than vLLM's compilation and the longest call of a reward function, tool or `rollout_func`, and below
     `ddp_timeout` (1,800). `null`: never."""
     curriculum: dict[str, Any] | str | None = knob(None, extension="curriculum")
-    """Draw prompts by their pass rates, such as `{solved_at: 1.0, revisit_after: 2}`. Keys: `solved_at`,
-    `revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see
-    docs/guide/distillation.md."""
+    """Draw prompts by pass rates, such as `{solved_at: 1.0, revisit_after: 2}`. Further keys: `pass_threshold`,
+    `shares` with `column`, `difficulty` with `difficulty_until`; see docs/guide/distillation.md."""
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
-    max_prompt_tokens: int | None = knob(None)
-    """Maximum tokens of a prompt; default: the engine's context minus `max_completion_length`."""
-    overlong_prompts: str = knob("drop", one_of=("drop", "error"))
-    """Prompts over the limit: `drop` (and count), or `error`."""
-    chat_template_path: str | None = knob(None)
-    """A file with a chat template that replaces the tokenizer's; saved with the model."""
+    max_prompt_tokens: int | None = knob(None, "Maximum tokens of a prompt; default: context - max_completion_length.")
+    overlong_prompts: str = knob("drop", "Prompts over the limit: `drop` them, or `error`.", one_of=("drop", "error"))
+    chat_template_path: str | None = knob(None, "A chat template that replaces the tokenizer's; saved with the model.")
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
     carry_over: float | None = knob(
         None, at_least=0.5, below=1, remedy="0.8 is usual; leave it out for rounds that wait for all",
@@ -64,13 +54,11 @@ class StepKnobs(TrainingArguments):
     )  # fmt: skip
     """Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to below 1,
     e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's correction weighs each
-    token by the version that sampled it. Unset: a round waits for its last completion. See
-    docs/guide/long-completions.md."""
+    token by the version that sampled it. See docs/guide/long-completions.md."""
     carry_over_max_age: int = knob(2, at_least=1, extension="carry_over")
     """Maximum number of rounds over which `carry_over` carries a group; the next round waits for it."""
 
     def _resolve_budget(self, on_cpu: bool) -> None:
-        """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays: training measures it."""
         budget = self.max_tokens_per_microbatch
         if budget is None or budget == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
@@ -79,19 +67,18 @@ class StepKnobs(TrainingArguments):
             self.max_tokens_per_microbatch = int(budget)
         except ValueError:
             raise ValueError(
-                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: remove the "
-                "setting to get `auto`."
+                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: choose one."
             ) from None
         Rules(at_least=1).check("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
 
     @property
     def token_budget(self) -> int:
-        """Maximum tokens of a micro-batch by the settings; 0 if they leave the maximum to a measurement (`auto`)."""
+        """Maximum tokens of a micro-batch by the settings. 0: `auto`, which training measures."""
         return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
 
     @property
     def round_length(self) -> int:
-        """Number of optimizer steps from one generation to the next."""
+        """Optimizer steps from one generation to the next."""
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
 
     def _fold_batch(self, ranks: int) -> None:
@@ -113,9 +100,8 @@ class StepKnobs(TrainingArguments):
             if self.prompts_per_step < 1 or self.prompts_per_step % ranks:
                 low = max(ranks, self.prompts_per_step // ranks * ranks)
                 raise ValueError(
-                    f"prompts_per_step is {self.prompts_per_step}, but every rank (or engine of several ranks) takes "
-                    f"the same number of whole groups, so it must be a multiple of the {ranks} ranks or engines: {low} "
-                    f"or {low + ranks} would do."
+                    f"prompts_per_step is {self.prompts_per_step}, but all ranks take the same number of whole groups. "
+                    f"Choose a multiple of the {ranks} ranks or engines: {low} or {low + ranks} would do."
                 )
             per_rank = self.prompts_per_step // ranks * group
             accumulation = 1
@@ -138,7 +124,7 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Return the number of optimizer steps per generation; 1 if TRL would generate several times per step."""
+        """Return the optimizer steps per generation; 1 if TRL would generate several times per step."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
@@ -158,13 +144,13 @@ class StepKnobs(TrainingArguments):
 
     @property
     def groups_per_round(self) -> int:
-        """Number of groups that a rank's engine must finish per generation."""
+        """Groups that a rank's engine must finish per generation."""
         completions = self.per_device_train_batch_size * (self.steps_per_generation or 1)
         return completions // (self.num_generations or 1)
 
     @property
     def groups_in_flight(self) -> int:
-        """Number of groups that a rank's engine samples at once; with `carry_over` more than a generation needs."""
+        """Groups that a rank's engine samples at once."""
         if self.carry_over is None:
             return self.groups_per_round
         return math.ceil(self.groups_per_round / self.carry_over - 1e-9)

@@ -1,4 +1,4 @@
-"""Choice of a run's sharding strategy and memory plan, computed from the numbers of a `RunDescription`."""
+"""Choice of a run's sharding strategy and memory plan."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from ..runtime import registry
 from .description import RunDescription
 from .estimate import estimate
-from .shape import CacheNeed
 from .table import MemoryPlan, gib
 
-AMPLE = 0.1  # An ample KV cache has this fraction of a GPU's memory. A smaller one decodes too few sequences at once.
+AMPLE = 0.1  # Fraction of the device for a KV cache that decodes enough sequences at once.
 BUSY_TOKENS = 8192  # Tokens of a micro-batch that keep a GPU busy.
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
-    """Return a run's memory plan, with its KV cache unless the user sets the engine's share of a GPU. If the run
-    doesn't fit, raise a ValueError on a GPU; on a CPU the plan names remedies."""
     plan, on_gpu = best_plan(run, strategy), run.devices.on_gpu
     if not fits(run, strategy):
         plan = dataclasses.replace(plan, remedies=remedies(run, strategy))
@@ -35,21 +32,18 @@ def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
     return plan
 
 
-def _ample(run: RunDescription) -> CacheNeed:
-    """Return the run's KV cache need with an ample minimum (`least`): the need of a generation, but at most `AMPLE` of
-    the device, and at least the need of one sequence."""
-    need = run.need
-    return dataclasses.replace(need, least=max(need.least, min(need.wanted, int(AMPLE * run.devices.total))))
+def _ample(run: RunDescription) -> int:
+    return max(run.need.least, min(run.need.wanted, int(AMPLE * run.devices.total)))
 
 
 def fits(run: RunDescription, strategy: str) -> bool:
     """Return whether a run fits its device. Estimated activations must fit only if the plan chooses the KV cache."""
     plan = best_plan(run, strategy)
-    return plan.takes(run.need) if run.plans_cache else _known_fits(run, plan)
+    return plan.takes(run.need.least) if run.plans_cache else _known_fits(run, plan)
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Return whether weights, gradients, optimizer and KV cache fit, without activations, which are only estimated."""
+    """Return whether weights, gradients, optimizer and KV cache fit. Activations are only estimated."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
     sampling = cache + (0 if run.offloads or run.streams else plan.optimizer)
@@ -58,18 +52,12 @@ def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
 
 
 def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """Return the KV cache bytes that the user set, or else the user's fraction of the device's memory minus the
-    engine's weights. 0 if the user set neither."""
+    """Return the KV cache's bytes by the user's size or fraction of memory; 0 if neither is set."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 
 def auto(run: RunDescription) -> str:
-    """Return the least sharded strategy that fits. If none fits, return the strategy that leaves most room. A single
-    rank has no choice: return the first strategy.
-
-    If the plan chooses the KV cache's size, an ample cache and the largest of ``run.longest_rows`` must fit. Otherwise,
-    e.g. on a CPU, only the known parts (weights, gradients, optimizer, KV cache) must fit.
-    """
+    """Return the least sharded strategy that fits, else the strategy that leaves most room."""
     if run.devices.ranks == 1:
         return run.strategies[0]
     for strategy in run.strategies:
@@ -81,12 +69,7 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first number n of ``able`` with which the run fits if every n-th layer is checkpointed (0: no layer).
-
-    A micro-batch has ``run.tokens`` tokens. If that is 0, it has `BUSY_TOKENS` per rank, or holds the longest sequence
-    if that needs more. The KV cache must have an ample size, or the size that the user set. If no number fits, or if
-    the size that the user set is unknown, return the last number.
-    """
+    """Return the first n of ``able`` that fits if every n-th layer is checkpointed (0: no layer), else the last."""
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)
@@ -100,7 +83,6 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return advice for a run that doesn't fit, without a full stop: the texts of extensions, joined by "; "."""
     proposals = "; ".join(offer(run, strategy) for offer in registry.hooks("remedies"))
     return proposals or "take a smaller model or larger GPUs"
 

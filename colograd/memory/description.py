@@ -1,5 +1,4 @@
-"""`describe_run`: the numbers of a run that determine each rank's memory. The trainer describes its own model and
-device. `colograd plan` describes a model on the meta device and any kind of GPUs."""
+"""`describe_run`: the numbers of a run that determine each rank's memory."""
 
 from __future__ import annotations
 
@@ -24,38 +23,36 @@ from ..policy.supported import check_planned, features, why_rows_stay_whole
 from ..runtime import process, registry
 from .shape import CacheNeed, Lengths, Shape
 
-ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # ORDER: all strategies, the least sharded first.
-STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # STRATEGIES: without tensor parallelism.
-# WHOLE: strategies with a whole policy on each rank.
-WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
-ENGINE_SIZES = (2, 4, 8)  # Numbers of ranks per engine that are proposed. An engine's ranks are on one machine.
+WHOLE = ("none", "optimizer", "gradients")  # Strategies with a whole policy on each rank.
+ORDER = (*WHOLE, *TENSOR, "fsdp")  # The least sharded first.
+STRATEGIES = (*WHOLE, "fsdp")
+ENGINE_SIZES = (2, 4, 8)  # Ranks per engine to propose.
 PLANNED_TOKENS = 16384  # Maximum tokens of a micro-batch on a rank before a measurement, enough to keep a GPU busy.
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """Numbers of elements, and bytes, of a policy, its gradients and its optimizer's state."""
+    """Elements of a model, and bytes: ``weights``, ``gradients``, ``optimizer``, ``packed`` and the item sizes."""
 
     elements: int
-    trained: int  # Elements of trained parameters.
-    weights: int  # Bytes of all weights.
-    gradients: int  # Bytes of gradients, in the dtype in which they are accumulated.
-    optimizer: int  # Bytes of the optimizer's state after its first step, or an upper bound (`optimizer_bytes`).
-    itemsize: int  # Bytes per element of the policy's dtype.
-    gradient_itemsize: int  # Bytes per element of gradients.
+    trained: int
+    weights: int
+    gradients: int
+    optimizer: int
+    itemsize: int
+    gradient_itemsize: int
     largest: int  # Elements of the largest trained parameter.
     block: int  # Elements of the largest decoder layer.
     rest: int  # Elements outside of the decoder's layers, such as embedding and head.
-    packed: int = 0  # Bytes of quantised weights with their scales.
-    packed_elements: int = 0  # Elements of quantised matrices.
+    packed: int = 0
+    packed_elements: int = 0
     matrix: int = 0  # Elements of the largest trained parameter in a decoder layer.
 
     @classmethod
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Compute the sizes of a model with marked frozen parameters, which may be on the meta device. ``to_pack`` has
-        the quantised bytes of parameters that loading will quantise. None counts the weights as the model has them."""
+        """Compute the sizes of a model. ``to_pack``: bytes of parameters that loading will quantise."""
         if to_pack is None:
             found = packed_weights(model)
             packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
@@ -67,7 +64,7 @@ class PolicySizes:
             return sum(matrices.get(p, p.numel()) for p in module.parameters())
 
         lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-        decoder = max(lists, key=elements, default=())  # the decoder is the largest list
+        decoder = max(lists, key=elements, default=())
         layers, own = [elements(layer) for layer in decoder], (p for layer in decoder for p in layer.parameters())
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         gradients, whole = gradient_bytes(model, optim), elements(model)
@@ -82,7 +79,6 @@ class PolicySizes:
 
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
-    """Count the bytes of all gradients. Optimizers in `KEEPS_MASTER` have float32 gradients."""
     trained = (p for p in model.parameters() if p.requires_grad)
     if optim in KEEPS_MASTER:
         return sum(4 * p.numel() for p in trained)
@@ -90,12 +86,10 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
-    """Count the bytes of the optimizer's state after its first step.
+    """Count the bytes of the optimizer's state.
 
-    `adamw_split` has 10 bytes per element of a bfloat16 parameter (two float32 moments, 16 bits of remainder), and 8
-    per element of a float32 parameter. `muon` has four bytes less for matrices, but its temporaries take that space.
-    `sgd` counts as 0. Others count like torch's AdamW, which may be too much: two moments in the parameter's dtype, or
-    of one byte each if the name has 8bit.
+    `adamw_split` has two float32 moments per element, and 16 bits of remainder per bfloat16 element. `muon` counts the
+    same: its matrices need 4 bytes less, which its temporaries take.
     """
     total = 0
     for parameter in model.parameters():
@@ -109,32 +103,27 @@ def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Devices:
     ranks: int
-    total: int  # Bytes of each device.
+    total: int
     available: int  # Free bytes of the fullest device before a rank allocates anything.
     name: str = "a GPU"
     on_gpu: bool = True
     ranks_per_node: int = 0  # Number of ranks on a node. 0 means that all ranks are on one node.
 
     def takes_rows_of(self, ranks: int) -> bool:
-        """Return whether all ranks divide into groups of ``ranks`` ranks on one node. A group trains rows together."""
         return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of one rank: lengths of sequences, completions per generation, and size of micro-batches."""
-
     length: int  # Tokens of the longest sequence in the engine.
     sequences: int  # Completions of one generation in this rank's engine.
     tokens: int = 0  # Tokens of a micro-batch. 0 means as many as fit.
     prompt: int = 0  # Tokens of the longest prompt. 0 means ``length`` minus the longest completion.
-    shares_prompts: bool = True  # Whether a group's prompt is computed once per packed row, for all its completions.
+    shares_prompts: bool = True  # Whether a packed row computes a group's prompt once.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription(Workload):
-    """The numbers of a run that determine the memory of one rank, for its engine and its policy."""
-
     devices: Devices
     ranks_per_engine: int
     shape: Shape
@@ -145,39 +134,35 @@ class RunDescription(Workload):
     lengths: Lengths
     checkpointing: int = 1  # Every n-th layer uses activation checkpointing. 0 means no layer.
     shared: bool = True  # Whether the policy's parameters are the engine's tensors, if the strategy allows sharing.
-    served: bool = False  # Whether the engine reads the policy's quantised weights, if there are any.
+    served: bool = False  # Whether the engine reads the policy's quantised weights.
     reshard: bool = True  # Whether FSDP frees gathered weights after a forward.
     offloads_parts: bool = False  # Whether FSDP keeps each rank's weights, gradients and optimizer state on the host.
     sleeps: bool = False  # Whether the KV cache is freed during training.
     offloads: bool = False  # Whether the optimizer's state is on the host while the engine samples.
     streams: bool = False  # Whether the optimizer's state stays on the host, and passes through the device in buffers.
-    can_stream: bool = False  # Whether the optimizer supports a state that stays on the host.
+    can_stream: bool = False
     offloads_gradients: bool = False  # Whether the sums of gradients are in host memory.
     offloads_activations: bool = False  # Whether inputs of checkpointed layers are in host memory.
-    reference: int = 0  # Bytes of the reference model.
-    teacher: int = 0  # Bytes of the teacher model.
-    kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means that the user set none.
+    reference: int = 0
+    teacher: int = 0
+    kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means not set.
     overruled: bool = False  # Whether the user sets the engine's fraction of memory, or its number of blocks.
     share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means not set.
-    strategies: tuple[str, ...] = STRATEGIES  # Sharding strategies that the run may use.
-    # Sharding strategies that the run could use with more ranks per engine, by ranks per engine in ascending order.
+    strategies: tuple[str, ...] = STRATEGIES
+    # Strategies that the run could use with more ranks per engine, by ranks per engine in ascending order.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    samples: bool = True  # Whether the run has an engine.
+    samples: bool = True
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
     can_share_rows: bool = False  # Whether model and settings allow sequence parallelism.
-    # Objects that count further bytes of activations, e.g. of a vision tower, by a method
-    # ``bytes(tokens, lengths, itemsize, checkpointing)``. Extensions offer functions (model) -> object or None at the
-    # seam "activations".
+    # Objects of the seam "activations", with a method ``bytes(tokens, lengths, itemsize, checkpointing)``.
     further: tuple[Any, ...] = ()
 
     @property
     def plans_cache(self) -> bool:
-        """Whether the plan chooses the KV cache's size: on a GPU, unless the user's settings determine the size."""
         return self.devices.on_gpu and not (self.overruled or self.kv_bytes)
 
     @property
     def need(self) -> CacheNeed:
-        """Bytes of KV cache that one generation needs on this rank."""
         if not self.samples:
             return CacheNeed(0, 0, 0)
         shape = self.shape.split(self.ranks_per_engine)
@@ -185,7 +170,7 @@ class RunDescription(Workload):
 
     @property
     def longest_rows(self) -> list[int]:
-        """Sizes of micro-batches to plan with, in tokens, in descending order. Each size holds the longest sequence."""
+        """Tokens of micro-batches to plan with, in descending order. Each holds the longest sequence."""
         if self.tokens:
             return [max(self.tokens, self.length)]
         sizes = [max(PLANNED_TOKENS * self.ranks_per_sequence, self.length)]
@@ -204,15 +189,14 @@ def describe_run(
     settings: Any, model: Any, devices: Devices, work: Workload, *, shared: bool, reference: int = 0,
     teacher: int = 0, to_pack: Mapping[torch.Tensor, int] | None = None,
 ) -> RunDescription:  # fmt: skip
-    """Return the `RunDescription` of a run with these settings, model and devices.
+    """Return the `RunDescription` of a run.
 
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have the same field names.
         model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.loading.outline`).
         shared: whether the policy's parameters are the engine's tensors.
-        reference: bytes of the reference model.
-        teacher: bytes of the teacher model.
-        to_pack: bytes of parameters that loading will quantise, see `PolicySizes.of`.
+        reference, teacher: bytes of these models.
+        to_pack: bytes of parameters that loading will quantise.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
     dtype = model.dtype
@@ -270,15 +254,14 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 
 
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
-    """Return the sharding strategies that the run could use with more ranks per engine, by number of ranks per engine.
-    The result is empty with a LoRA adapter, with speculative decoding, and if `weights` isn't auto."""
+    """Map larger numbers of ranks per engine to the sharding strategies that the run could use with them."""
     drafts = "speculative_config" in dict(settings.vllm_engine_kwargs or {})
     if is_adapted(model) or settings.weights != "auto" or drafts:
         return {}
     found = {}
     for ranks in ENGINE_SIZES:
         if ranks > settings.vllm_tensor_parallel_size:
-            # If the model can't be split over so many ranks, or lacks sizes, the checks raise. Then skip the number.
+            # The checks raise for a model that can't be split over so many ranks, or lacks sizes.
             with contextlib.suppress(ValueError, TypeError, AttributeError):
                 check_parts(model.config, ranks, ranks)
                 check_planned(model.config, ranks)

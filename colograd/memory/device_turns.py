@@ -1,8 +1,4 @@
-"""Alternate use of a GPU's memory by the engine, which samples, and the policy, which is trained.
-
-With `vllm_enable_sleep_mode` the KV cache is freed while the policy trains. With `offload_optimizer: sampling` the
-optimizer's state is on the host while the engine samples. Weights stay, because policy and engine may share them.
-"""
+"""Alternate use of a GPU's memory by the engine and the policy. Weights stay, because both may share them."""
 
 from __future__ import annotations
 
@@ -26,8 +22,7 @@ DEVICE_ONLY = (
 class DeviceTurns:
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
-        # Extensions offer functions (configuration) -> object or None at the seam "optimizer_moves". The object has
-        # methods ``to_host(optimizer)`` and ``to_device()``: they move optimizer state and return the bytes moved.
+        # An object of the seam "optimizer_moves" has methods ``to_host(optimizer)`` and ``to_device()``.
         moves = (moves_of(config) for moves_of in registry.hooks("optimizer_moves"))
         self.offload: Any = next(filter(None, moves), None)
         self.times = times
@@ -59,14 +54,12 @@ class DeviceTurns:
                 self.offload.to_device()
 
 
-# Variables with settings of torch's CUDA allocator. Its expandable segments avoid fragmentation by rows of different
-# lengths.
+# With expandable segments, rows of different lengths don't fragment the memory.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(config: GRPOConfig) -> bool:
-    """Turn on expandable segments of torch's CUDA allocator, if the run supports them. Return whether they were turned
-    on. Call this before the first allocation on a GPU."""
+    """Turn on the CUDA allocator's expandable segments before the first allocation, if the run supports them."""
     able = (
         config.device.type == "cuda"
         and not any(name in os.environ for name in VARIABLES)  # The user's setting has precedence.

@@ -1,6 +1,5 @@
-"""`estimate`: the memory plan of one rank with a sharding strategy. It computes bytes from a `RunDescription`.
-
-Bytes per parameter on each of N ranks, with T ranks per engine, for a bfloat16 policy and the optimizer `adamw_split`:
+"""`estimate`: the memory plan of one rank. Bytes per parameter on each of N ranks, with T ranks per engine, for a
+bfloat16 policy and the optimizer `adamw_split`:
 
     strategy    engine   policy            gradients   optimizer state   temporary
     none        2/T      0 (T = 1) or 2    4           10                nothing
@@ -11,9 +10,6 @@ Bytes per parameter on each of N ranks, with T ranks per engine, for a bfloat16 
      +gradients 2/T      0                 4/N         10/N              buckets in exchange
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
-With T = 1 the policy's parameters are the engine's tensors unless weights are copied. Quantised parameters take half a
-byte or one byte, in addition to the engine's 2 unless the engine reads them too. With T > 1 each rank holds the whole
-policy and copies it into its part of the engine. With `tensor` a rank's part of the policy is its part of the engine.
 Norms, and key-value heads that are fewer than T, are whole on each rank. The estimate counts these as split.
 """
 
@@ -35,7 +31,6 @@ SUMMED = 2  # Copies of a block's gradients with FSDP: computed ones, and flatte
 
 
 def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
-    """Compute a rank's `RankBytes` with the sharding ``strategy``."""
     sizes, ranks, size = run.sizes, run.devices.ranks, run.ranks_per_engine
     served = sizes.elements - (sizes.packed_elements if run.served else 0)
     engine = served * run.engine_itemsize // size if run.samples else 0
@@ -44,23 +39,21 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         own = sizes.optimizer // parts
         return left_on_device().state(own) if run.streams else own
 
-    def buckets(parts: int, cut: int = 1) -> int:  # bytes of buckets in exchange, and of this rank's part of the sums
+    def buckets(parts: int, cut: int = 1) -> int:  # Buckets in exchange, and this rank's part of the sums.
         largest = sizes.largest // cut
         elements = min(sizes.trained // cut, ALIVE * ELEMENTS + (largest if largest > ELEMENTS else 0))
         return sizes.gradient_itemsize * (elements + elements // parts) if parts > 1 else 0
 
     if strategy == "fsdp":
-        # Each rank has a shard of every parameter on its device or host. One block (layer, head or embedding) at a time
-        # is gathered on the device. The gathered block was measured to take 13 to 15.5 bytes per bfloat16 element. 16
-        # bytes are planned, the bound in tests/extensions/fsdp/test_fsdp.py.
+        # One block (layer, head or embedding) at a time is gathered. Measured: 13 to 15.5 bytes per bfloat16 element.
+        # Planned: 16 bytes, the bound in tests/extensions/fsdp/test_fsdp.py.
         block = (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * max(sizes.block, sizes.largest)
         exchange = block + (0 if run.reshard else sizes.itemsize * (sizes.elements - sizes.rest))
         if run.offloads_parts:
             return RankBytes(engine, 0, 0, 0, exchange)
         return RankBytes(engine, sizes.weights // ranks, sizes.gradients // ranks, state(ranks), exchange)
     if strategy in TENSOR:
-        # The policy's shard is in the engine's memory. Ranks with the same shard divide gradients or optimizer state. A
-        # LoRA adapter counts as unsharded, because each rank has one of the adapter's two matrices unsharded.
+        # The policy's shard is in the engine's memory. Each rank has one of a LoRA adapter's two matrices whole.
         engines, shared_out = ranks // size, strategy.partition("+")[2]
         cut = 1 if 2 * sizes.trained < sizes.elements else size
         return RankBytes(
@@ -68,8 +61,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
             gradients=sizes.gradients // (engines * cut if shared_out == "gradients" else cut),
             optimizer=state(engines * cut if shared_out else cut), exchange=buckets(engines, cut) if shared_out else 0,
         )  # fmt: skip
-    # Float32 gradients of embedding and head are counted in the activations. A strategy of the user's is planned like
-    # none, which needs most.
+    # A strategy of the user's is planned like none, which needs most.
     divided = strategy in ("optimizer", "gradients")
     parts, on_way = ranks if strategy == "gradients" else 1, 0
     gradients = sizes.gradients // parts
@@ -83,8 +75,6 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
 
 
 def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
-    """Return the memory plan of one rank with micro-batches of ``tokens`` tokens, with a KV cache only if the user set
-    its bytes."""
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
@@ -100,7 +90,7 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     shares, engine = devices.ranks if strategy == "fsdp" else cut, 0
-    if run.samples and devices.on_gpu:  # A step of vLLM: one layer's activations, three float32 tensors of logits.
+    if run.samples and devices.on_gpu:  # One layer's activations, and three float32 tensors of logits.
         engine = ENGINE_TOKENS * run.engine_itemsize * (4 * run.shape.hidden + 2 * run.shape.intermediate)
         engine += 3 * 4 * min(run.running, MOST_SEQUENCES) * run.shape.vocabulary
     return MemoryPlan(

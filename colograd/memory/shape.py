@@ -11,14 +11,11 @@ from ..runtime import registry
 from ..runtime.sizes import size_of
 
 BLOCK = 128  # Maximum tokens of a KV cache block in vLLM. Most attention backends have smaller blocks.
-# SHORT: if attention copies keys, plans assume completions of 1/SHORT of the longest, because short completions copy
-# their prompt's keys more often. Rows of still shorter completions are rare. If memory runs out, they are packed again.
+# Copies of keys are planned for completions of 1/SHORT of the longest: short ones copy their prompt's keys more often.
 SHORT = 8
-# FLASH_ROWS, FLASH_HEAD_STEP: flash attention's backward pads sums of queries' gradients to blocks of 128 rows, and
-# heads to a multiple of 32 elements.
-FLASH_ROWS, FLASH_HEAD_STEP = 128, 32
+FLASH_ROWS, FLASH_HEAD_STEP = 128, 32  # Flash attention's backward pads rows and heads to multiples of these.
 SCORE = 8  # Bytes kept per soft-capped attention score: tanh, softmax in float32, and softmax in the row's dtype.
-GATED = {"gpt_oss": 7}  # `Shape.gated` by model family. gpt-oss clamps the gate, and multiplies it by its sigmoid.
+GATED = {"gpt_oss": 7}  # gpt-oss clamps the gate, and multiplies it by its sigmoid.
 NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}  # Norms per layer: before and after attention and MLP.
 
 
@@ -31,15 +28,15 @@ class Shape:
     intermediate: int  # Total intermediate size of the MLPs that one token goes through.
     queries: int  # Number of query heads * head size.
     keys: int  # Number of key-value heads * head size.
-    head: int  # Size of one attention head.
+    head: int
     vocabulary: int
-    tied: bool = False  # Whether output head and embedding have one weight.
+    tied: bool = False
     experts: int = 0  # Number of experts that one token goes through. 0 without a mixture.
     gated: int = 4  # Tensors of intermediate size that an MLP keeps: gate, activated gate, up, product.
-    norms: int = 2  # Number of norms per layer.
+    norms: int = 2
     window: int = 0  # Maximum tokens that sliding-window layers see. 0 means that all layers see all tokens.
     copies: bool = False  # Whether attention copies keys, because it has soft caps or dropout.
-    capped: int = 0  # Number of heads with scores in memory, because no fused kernel supports soft caps.
+    capped: int = 0  # Heads with scores in memory, because no fused kernel supports soft caps.
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
@@ -66,45 +63,38 @@ class Shape:
         )  # fmt: skip
 
     def split(self, ranks: int) -> Shape:
-        """Return the shape of one of ``ranks`` ranks that split each layer. A rank has at least one key-value head."""
         names = ("intermediate", "queries", "capped", "vocabulary")
         parts = {name: -(-getattr(self, name) // ranks) for name in names}
         return replace(self, **parts, keys=max(self.keys // ranks, self.head))
 
     def on_row_ranks(self, ranks: int) -> Shape:
-        """Return the shape per token on one of ``ranks`` ranks that divide a row's tokens and attention's heads
-        (sequence parallelism). If ``ranks`` doesn't divide the key-value heads, a rank has more keys and values than
-        with an equal division."""
+        """Return the shape per token on a rank with sequence parallelism. Heads that don't divide are filled up."""
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
             return self
-        if heads % ranks == 0 and ranks % keys == 0:  # each rank has one key-value head
+        if heads % ranks == 0 and ranks % keys == 0:  # Each rank has one key-value head.
             return replace(self, keys=ranks * self.head)
         filled = -(-heads // ranks) * ranks * self.head
         return replace(self, queries=filled, keys=filled)
 
 
 class CopiedKeys(NamedTuple):
-    """Copies of keys, and scores in memory, that attention needs, as factors per token of a row."""
+    """Keys and scores that attention holds, as factors per token of a row."""
 
     kept: float = 0.0  # Copied keys that every layer keeps for the backward.
     inside: float = 1.0  # Keys, with copies, in memory while one layer's attention runs.
     scores: float = 0.0  # Attention scores of each head in every layer.
-    segment: float = 0.0  # Part of ``scores`` that belongs to the longest segment (prompt or completion).
-    padding: float = 0.0  # Rows of padding that flash attention's backward adds for segments.
+    segment: float = 0.0  # Part of ``scores`` of the longest segment (prompt or completion).
+    padding: float = 0.0  # Rows of padding in flash attention's backward.
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The longest prompt and completion of a row in tokens, and the completions that share a prompt."""
-
-    prompt: int
-    completion: int
+    prompt: int  # Tokens of the longest prompt.
+    completion: int  # Tokens of the longest completion.
     group: int  # Completions that share a prompt in a packed row. 1 if rows are padded.
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
-        """Compute the copies of keys that attention makes in a row of ``tokens``. No copies are made if attention reads
-        a prompt's keys in place (`policy.attention`). Copies count for short completions (`SHORT`), scores for long."""
         scores = (0.0, 0.0)
         if shape.capped:
             many = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
@@ -123,9 +113,7 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Compute the keys per token of a row if each completion's keys are copied behind its prompt's keys, or behind
-        the last of them in a ``window``. The result is 1 for one sequence, and nearly 9 for 8 completions far shorter
-        than their prompt."""
+        """Compute the keys per token of a row in which each completion copies keys of its prompt."""
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)
@@ -137,7 +125,7 @@ class Lengths:
         return self.prompt / (self.prompt + count * short)
 
     def _short(self, tokens: int) -> tuple[int, int]:
-        """Return (number of short completions of one prompt in a row of ``tokens``, tokens of each)."""
+        """Return the number of short completions (`SHORT`) of a prompt in a row, and the tokens of each."""
         short = max(1, self.completion // SHORT)
         return min(self.group, max(1, (tokens - self.prompt) // short)), short
 
@@ -155,15 +143,14 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
 
 
 def again(shape: Shape, checkpointing: int) -> int:
-    """Count the layers with activation checkpointing. Each of them keeps only its input for the backward."""
+    """Count the layers with activation checkpointing, which keep only their input for the backward."""
     return -(-shape.layers // checkpointing) if checkpointing else 0
 
 
 def kept_by_layers(
     shape: Shape, itemsize: int, checkpointing: int, copied: CopiedKeys = CopiedKeys(), on_host: bool = False
 ) -> tuple[float, float]:
-    """Compute (bytes per token that all layers keep, bytes per token of one layer that is computed again). Every
-    ``checkpointing``-th layer keeps only its input. With ``on_host`` all but a few of these inputs are on the host."""
+    """Compute (bytes per token that all layers keep, bytes per token of one layer that is computed again)."""
     layer = layer_bytes(shape, itemsize, copied.kept) + SCORE * shape.capped * copied.scores
     twice = again(shape, checkpointing)
     inputs = min(twice, left_on_device().inputs) if on_host else twice
@@ -171,27 +158,21 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return an object of the "offload" extension that estimates the device memory of data kept in host memory.
+    """Return the extension's estimate of device memory for data that is kept in host memory.
 
-    ``inputs`` is the number of layer inputs on the device at once. The other attributes are functions that return bytes
-    on the device:
-
-    - ``state(nbytes)``: buffers for the pieces of an optimizer state of ``nbytes``.
-    - ``sums(nbytes)``: buffers for the pieces of gradient sums of ``nbytes``.
-    - ``on_way(gradients, largest)``: peak of the gradients in a backward that sends them to the host. All gradients
-      have ``gradients`` bytes, and the largest gradient has ``largest`` bytes.
+    ``inputs``: number of layer inputs on the device at once. ``state(nbytes)`` and ``sums(nbytes)``: bytes of buffers
+    for an optimizer state, or for gradient sums, of ``nbytes``. ``on_way(gradients, largest)``: peak bytes of
+    gradients in a backward that sends them to the host.
     """
     (left,) = registry.hooks("left_on_device")
     return left
 
 
 class Trained(NamedTuple):
-    """Facts about training that the memory of activations depends on."""
-
     head: bool = True  # Whether the output head is trained.
     adapted: bool = False  # Whether most parameters are frozen, as with LoRA.
     inputs_on_host: bool = False  # Whether inputs of checkpointed layers are in host memory.
-    on_way: int = 0  # Maximum bytes of gradients in transfer to the host in the backward. They count as gradients.
+    on_way: int = 0  # Maximum bytes of gradients in transfer to the host. They count as gradients.
 
 
 def activation_bytes(
@@ -203,26 +184,23 @@ def activation_bytes(
     In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
     (`logprobs`), and the gradient of the head's weight. In the last layer: the layer's gradients, and for a tied head
     the weight's gradient, which waits for the embedding's gradient. In the embedding: its gradient in its dtype and in
-    float32, and if tied, both gradients and their sum in float32. If gradients go to the host, none is in transfer
-    while the head runs, so the head may use the bytes of `Trained.on_way`.
+    float32, and if tied, both gradients and their sum in float32. No gradient is on its way to the host while the head
+    runs, so the head may use the bytes of `Trained.on_way`.
 
-    Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py). SmolLM2-135M in bfloat16 on a CPU: estimated 956 and
-    1,740 MiB for 1,024 and 2,048 tokens (measured 953 and 1,697); with checkpointing 325 MiB for 1,024 tokens (measured
-    272).
+    tests/policy/test_fake_gpu.py counts these bytes on fake CUDA tensors.
     """
     kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, trained.inputs_on_host)
     weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
-    # Peak of gradients inside one layer, per token: either in its MLP, or in its attention after the MLP's activations
-    # are freed. The MLP has the gradients of gate and up, or the product's gradient and a LoRA adapter's float32 input.
+    # Peak of gradients inside one layer: in its MLP, or in its attention after the MLP's activations are freed. The MLP
+    # has the gradients of gate and up, or the product's gradient and a LoRA adapter's float32 input.
     inner, joined = max(itemsize, 4) if trained.adapted else itemsize, copied.inside
     mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
         joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
     )
     if device == "cuda":
-        # Flash attention's backward sums queries' gradients in float32, and has keys' and values' gradients per query
-        # head.
+        # Flash attention's backward sums queries' gradients in float32. It has keys' gradients per query head.
         spread = 0 if shape.keys == shape.queries else itemsize * joined * 2 * shape.queries
         widened = -(-shape.head // FLASH_HEAD_STEP) * FLASH_HEAD_STEP / max(shape.head, 1)
         attention += 4 * shape.queries * widened * (1 + copied.padding) + spread
@@ -236,11 +214,11 @@ def activation_bytes(
 class CacheNeed:
     per_token: int  # Bytes of keys and values per token.
     least: int  # Bytes for one sequence of maximum length.
-    wanted: int  # Bytes for all sequences of a generation at maximum length. A larger KV cache would stay unused.
+    wanted: int  # Bytes for all sequences of a generation at maximum length.
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Return the KV cache bytes of ``sequences`` sequences of ``length`` tokens, as if no layer had a window."""
+        """Count ``sequences`` sequences of ``length`` tokens, as if no layer had a window."""
         per_token = 2 * shape.layers * shape.keys * itemsize
-        # vLLM reserves one block of the KV cache, and the last block of a sequence is partly empty.
+        # vLLM reserves one block. The last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

@@ -1,13 +1,5 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
-
-Sampling and training alternate, and a part counts only while it is allocated. Gradients are freed after the optimizer
-step. With `offload_gradients` or `offload_optimizer: stream`, only bytes in transfer to or from the host count. A
-reference model or teacher that waits on the host runs before gradients exist, in the space planned for gradients.
-
-A KV cache that sleeps while the policy trains (`vllm_enable_sleep_mode`) shares its space with gradients and
-activations. Otherwise the KV cache is planned in addition to gradients and activations. `overlap` doesn't change
-the plan, because a rank trains only after its own engine has stopped sampling.
-"""
+A reference model or teacher that waits on the host runs before gradients exist, in the space of gradients."""
 
 from __future__ import annotations
 
@@ -17,39 +9,39 @@ from dataclasses import dataclass
 from .description import RunDescription
 from .shape import CacheNeed
 
-MARGIN = 0.08  # Fraction of the device for CUDA graphs, NCCL and fragmentation. vLLM's default leaves as much free.
+MARGIN = 0.08  # Fraction of the device for CUDA graphs, NCCL and fragmentation, as by vLLM's default.
 CPU_SHARE = 4  # On a CPU the KV cache takes at most a quarter of free memory, unless one sequence needs more.
 PHASES = ("sampling", "training")
 GIB = 2**30
-# REMEDIES: advice if a plan doesn't fit any more after the engine was built, or activations were measured.
+# Advice for a plan that doesn't fit any more after the engine was built, or activations were measured.
 REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gradient_checkpointing: true"
 
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes that a rank needs for the engine's weights, and for training the policy."""
+    """Bytes on one rank's device."""
 
     engine_weights: int  # 0 means that the run has no engine.
     policy_weights: int  # 0 means that policy and engine share memory, or that the weights are on the host.
     gradients: int  # Allocated from a step's first backward to its optimizer step.
     optimizer: int
-    exchange: int = 0  # Temporary bytes of gradients sent to other ranks, or of weights gathered from other ranks.
+    exchange: int = 0  # Gradients sent to other ranks, or weights gathered from other ranks.
     on_way: int = 0  # Maximum part of ``gradients`` in transfer to the host.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan(RankBytes):
     run: RunDescription
-    activations: int  # Bytes of activations for a micro-batch of ``tokens`` tokens.
+    activations: int
     engine: int  # Bytes of the engine without weights and KV cache.
     tokens: int
-    measured: bool = False  # Whether activations are measured, not estimated.
+    measured: bool = False
     kv_bytes: int = 0  # Bytes of the KV cache. 0 means unknown until the engine is built.
     kv_tokens: int = 0
-    reference: int = 0  # Bytes of the reference model on the device. 0 without one, or if it waits on the host.
-    teacher: int = 0  # Bytes of the teacher model on the device. 0 without one, or if it waits on the host.
-    strategy: str = "none"  # Name of the sharding strategy.
-    remedies: str = ""  # Changes that would make the run fit. Empty if the run fits, or if no changes were tried.
+    reference: int = 0
+    teacher: int = 0
+    strategy: str = "none"
+    remedies: str = ""
 
     @property
     def margin(self) -> int:
@@ -85,25 +77,20 @@ class MemoryPlan(RankBytes):
         ]
 
     def remains(self, phase: str) -> int:
-        """Return the bytes left in ``phase`` of `PHASES`. A negative number means that the plan exceeds the device."""
         column = 1 + PHASES.index(phase)
         return self.run.devices.total - sum(int(row[column]) for row in self.rows())
 
     @property
     def room(self) -> int:
-        """Bytes that the KV cache may take, limited by training as well if the KV cache stays on the device."""
         empty = dataclasses.replace(self, kv_bytes=0)
         sampling = empty.remains("sampling")
         return sampling if self.run.sleeps else min(sampling, empty.remains("training"))
 
-    def takes(self, need: CacheNeed) -> bool:
-        """Return whether training fits, and whether a KV cache of ``need.least`` bytes fits."""
+    def takes(self, cache: int) -> bool:
         empty = dataclasses.replace(self, kv_bytes=0)
-        return self.room >= need.least and empty.remains("training") >= 0
+        return self.room >= cache and empty.remains("training") >= 0
 
     def with_cache(self, need: CacheNeed, on_gpu: bool = True) -> MemoryPlan:
-        """Return the plan with a KV cache for one whole generation, or a smaller one if memory is short. On a CPU it
-        has a quarter of free memory at most, and room for one full sequence at least."""
         least, most = (0, max(self.room, 0)) if on_gpu else (need.least, self.run.devices.available // CPU_SHARE)
         return dataclasses.replace(self, kv_bytes=max(least, min(need.wanted, most)))
 
@@ -115,14 +102,13 @@ class MemoryPlan(RankBytes):
         )
 
     def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
-        """Return the plan with measured activations. ``peak`` is the bytes of a forward and backward with gradients."""
+        """Return the plan with measured activations. ``peak``: bytes of a forward and backward with gradients."""
         activations = max(peak - self.gradients - self.exchange, 0)
         return dataclasses.replace(self, tokens=tokens, activations=activations, measured=True)
 
     @property
     def fits(self) -> bool:
-        """Whether all parts fit into the device. If activations are measured, they may use the free margin."""
-        slack = self.margin if self.measured else 0
+        slack = self.margin if self.measured else 0  # Measured activations may use the margin.
         return min(self.remains(phase) for phase in PHASES) + slack >= 0
 
     def lines(self) -> list[str]:
@@ -135,7 +121,6 @@ class MemoryPlan(RankBytes):
         return lines + [f"{f'  {name}':<{width}} {gib(a):>9} {gib(b):>9}" for name, a, b in rows]
 
     def table(self) -> str:
-        """Return the table as one text. If the plan doesn't fit, the last line names remedies."""
         last = [] if self.fits else [f"  more is planned than there is: {self.remedies or REMEDIES}"]
         return "\n".join([*self.lines(), *last])
 

@@ -1,9 +1,4 @@
-"""The token budget: the maximum tokens of a micro-batch (`max_tokens_per_microbatch`), halved if memory runs out.
-
-The optimizer step doesn't depend on the budget. On a GPU, `auto` measures the peak memory of dummy rows of growing
-length while all gradients are allocated, and fits a line. The budget fills `SHARE` of the memory that policy, engine
-and optimizer state leave free.
-"""
+"""The token budget: the maximum tokens of a micro-batch (`max_tokens_per_microbatch`), halved if memory runs out."""
 
 from __future__ import annotations
 
@@ -22,25 +17,14 @@ from ..policy.second_models import kinds
 from .shape import SHORT
 
 SHARE = 0.8  # Fraction of free memory to fill. Fragmentation and unmeasured row lengths may need 20 %.
-# SMALLEST, LARGEST: smallest and largest number of tokens in a measured row. LARGEST tokens keep any GPU busy. Only
-# longer sequences, and rows that several ranks divide, need a longer row.
-SMALLEST, LARGEST = 1024, 65536
+SMALLEST, LARGEST = 1024, 65536  # Tokens of a measured row. LARGEST tokens keep any GPU busy.
 STEP = 256  # Token budgets are multiples of 256.
 
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
-    """Return the maximum tokens below ``limit`` bytes of peak memory, by a line through the last two measurements.
-
-    Args:
-        peak: returns the peak bytes of a forward and backward for a number of tokens; inf if memory ran out.
-        largest: number of tokens that is enough. No larger number is tried.
-
-    Returns:
-        The tokens, a multiple of `STEP`, and their bytes on the line. If memory ran out at `SMALLEST`: half of
-        `SMALLEST`, and 0.
-    """
-    # The first line starts at the origin, so its slope includes bytes that don't depend on the tokens. That makes the
-    # slope too large rather than too small.
+    """Return the maximum tokens below ``limit`` bytes, and their bytes, by a line through the last two measurements.
+    ``peak`` returns the peak bytes of a forward and backward of a number of tokens; inf if memory ran out."""
+    # The first line starts at the origin, so that its slope is too large rather than too small.
     x, y, slope, most = 0, 0.0, 0.0, largest
     tokens = SMALLEST
     while tokens <= largest:
@@ -49,7 +33,7 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
             most = tokens - STEP
             break
         x, y, slope = tokens, used, (used - y) / (tokens - x)
-        if y + slope * x > limit:  # twice the tokens wouldn't fit
+        if y + slope * x > limit:
             break
         tokens *= 2
     if not x:
@@ -70,14 +54,13 @@ def measure(
         clean: frees activations and gradients.
         shape: tokens of the longest prompt, tokens of the longest completion, and completions per group.
         pending_bytes: bytes of the optimizer's state if it isn't allocated yet.
-        ranks_per_sequence: ranks that divide a row's tokens. Each of them needs enough tokens to be busy.
     """
     device = rules.device
     prompt, completion, count = shape
-    if rules.share_prompts:  # long completions have most logits, short completions copy most keys
+    if rules.share_prompts:  # Long completions have most logits. Short completions copy most keys.
         shapes = {shape, (prompt, max(1, completion // SHORT), count)}
     else:
-        shapes = {(prompt, completion, 1)}  # each padded row has one completion with its prompt
+        shapes = {(prompt, completion, 1)}
 
     def peak(tokens: int) -> float:
         peaks = []
@@ -100,7 +83,6 @@ def measure(
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:
-    """Make a dummy row of ``tokens`` tokens with zero advantages: the longest groups, and a shorter last group."""
     longest_prompt, longest, count = shape
     groups: list[tuple[int, list[int]]] = []
     left = tokens
@@ -109,7 +91,7 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
         room = min(left - prompt, longest * count)
         groups.append((prompt, [min(longest, room - start) for start in range(0, room, longest)]))
         left -= prompt + room
-    if left:  # a group needs two tokens
+    if left:  # A group needs two tokens.
         groups[-1][1][-1] += left
     return dummy(device, groups)
 
@@ -117,9 +99,8 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 def back_off(
     rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str, among: int = 1
 ) -> tuple[PackingRules, list[StepBatch]]:
-    """Halve the token budget, and pack the steps again: the failed step (the first ``among`` batches) and the later
-    steps with the same rollouts. After any rank ran out of memory, all ranks must call this. If each micro-batch of the
-    failed step has a single completion, raise `OutOfMemoryError`."""
+    """Halve the token budget, and pack the failed step (the first ``among`` batches) and the later steps again. All
+    ranks must call this after any rank ran out of memory."""
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
@@ -133,10 +114,9 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Return the step in new rows packed by ``rules``. Per-token values that all old rows have are copied. No row
-    counts as trained."""
+    """Return the step in new rows, none of them trained. Per-token values that all old rows have are copied."""
     rows = pack_step(batch.groups, rules)
-    for name in ("old_logprobs", *kinds()):  # tensors [N], one value per token
+    for name in ("old_logprobs", *kinds()):  # Tensors [N].
         recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]
         if not recorded or len(recorded) < len(batch.rows):
             continue
@@ -148,7 +128,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
         packed = []
         for row in rows:
             values = []
-            for rollout, at in places(row):  # a dummy row gets zeros, because the loss ignores its tokens
+            for rollout, at in places(row):  # A dummy row gets zeros, because the loss ignores its tokens.
                 blank = recorded[0].new_zeros(at.stop - at.start, *recorded[0].shape[1:])
                 values.append(known.get(rollout, blank))
             packed.append(row.with_scores(name, torch.cat(values)))
@@ -157,8 +137,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Free gradients and a failed forward's activations. The caller must have dropped the exception, which holds the
-    activations."""
+    """Free gradients and a failed forward's activations, which the caller's exception must no longer hold."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():

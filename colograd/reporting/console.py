@@ -1,7 +1,4 @@
-"""Console output of a run: progress bars, and one line per optimizer step with the seconds of its phases.
-
-Each line is also a record of the logger `colograd`. Warnings and advice have the level WARNING.
-"""
+"""Console output of a run: progress bars, and one line per optimizer step. Each line is also a log record."""
 
 from __future__ import annotations
 
@@ -19,16 +16,15 @@ from transformers import TrainerCallback
 
 from ..usercode.untrusted import clean, printable
 
-# Phases of an optimizer step, in the order in which a step's line shows their seconds.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "wait", "pack", "log", "sleep", "offload", "ref_logprobs",
     "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
-COLUMNS = 120  # Maximum characters of a step's line. Phases that don't fit are left out, the shortest first.
-LONG = 10.0  # Seconds after which a phase of the first step logs its progress.
+COLUMNS = 120  # Maximum characters of a step's line.
+LONG = 10.0  # Seconds of a phase before its first line of progress.
 SHORTEST = 0.005  # Minimum seconds of a phase in a step's line.
-RECENT = 20  # Number of past steps that the remaining time is estimated from.
+RECENT = 20
 
 LOGGER = logging.getLogger("colograd")
 
@@ -40,11 +36,10 @@ class Console(TrainerCallback):
         self.enabled = enabled
         self.bars = enabled and bars and sys.stderr.isatty()
         self._training: Any = tqdm(disable=True)
-        self._first = True  # True until the first optimizer step has ended.
+        self._first = True
         self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (Time, step number) of the last steps.
 
     def say(self, line: str, level: int = logging.INFO) -> None:
-        """Log a line and print it above the progress bars. Errors of printing are ignored."""
         if self.enabled:
             with contextlib.suppress(OSError, ValueError):  # Printing fails if a disk is full or a pipe closed.
                 tqdm.write(printable(line), file=sys.stdout)
@@ -55,12 +50,10 @@ class Console(TrainerCallback):
         self.say(line, logging.WARNING)
 
     def warn_of_all(self, lines: Iterable[str]) -> None:
-        """Log the lines of all ranks as warnings. Equal lines are logged once, and empty ones are left out."""
         for line in sorted({line for line in lines if line}):
             self.warn(line)
 
     def progress(self, total: int, name: str, unit: str) -> Progress:
-        """Return a progress display for one phase of a step: a bar, or without bars a few lines in the first step."""
         first = self.enabled and not self.bars and self._first
         return Progress(total, name, unit, self.bars, self.say if first else lambda line: None)
 
@@ -79,7 +72,7 @@ class Console(TrainerCallback):
                 rates[name] = f" ({metrics[f'train/{tokens}_tokens'] / seconds[name]:,.0f} tok/s)"
         left = self._time_left(step, max_steps)
         tail = f" | {left}" if left else ""
-        # Show as many phases as fit, the longest ones. Show token rates only if two phases fit with them.
+        # As many phases as fit, the longest ones. Token rates only if two phases fit with them.
         longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
         with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
         line = head + tail
@@ -93,7 +86,6 @@ class Console(TrainerCallback):
             self.say("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
 
     def _time_left(self, step: int, max_steps: int) -> str:
-        """Format the remaining time of the training, estimated from the last steps. Empty at the end or if unknown."""
         if self._ended and step < self._ended[-1][1]:  # The step number fell: a second training has begun.
             self._ended.clear()
         self._ended.append((time.monotonic(), step))
@@ -121,7 +113,6 @@ class Console(TrainerCallback):
 
 
 def reward_ends(rewards: Sequence[float]) -> str:
-    """Format the first logged mean reward, and the average of the last ones: at most 5, all from the second half."""
     if len(rewards) < 2:
         return "".join(f", mean reward {reward:.3f}" for reward in rewards)
     last = rewards[-min(5, len(rewards) // 2) :]
@@ -139,15 +130,13 @@ def duration(seconds: float) -> str:
 
 
 def until(seconds: float, now: datetime | None = None) -> str:
-    """Format the time of day ``seconds`` from now, with the date if it isn't today."""
     now = now or datetime.now()
     then = now + timedelta(seconds=seconds)
     return then.strftime("%H:%M" if then.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
 class Progress:
-    """Progress of one phase of a step. ``tell`` gets a line at the first update after `LONG` seconds, then after
-    each doubling of the time."""
+    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then with each doubling."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
@@ -162,7 +151,6 @@ class Progress:
         self.update(0, done=0)
 
     def update(self, tokens: int, done: int = 1) -> None:
-        """Count ``done`` finished items, and their ``tokens`` unless `sampled` counts tokens."""
         self._done, self._tokens = self._done + done, self._tokens + (0 if self._is_sampled else tokens)
         seconds = max(time.perf_counter() - self._started, 1e-9)
         rate = f"{self._tokens / seconds:,.0f} tok/s"

@@ -19,12 +19,12 @@ def _nothing() -> Iterator[None]:
 
 
 class NoRecord(TrainerCallback):
-    """The recorder of a run that isn't recorded: its methods do nothing. An extension's recorder overrides all."""
+    """The recorder of a run that isn't recorded. An extension's recorder overrides all methods."""
 
-    trackers: Any = None  # Object of a recorder that sends charts to trackers such as wandb.
+    trackers: Any = None  # Sends charts to trackers such as wandb.
 
     def nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing. Return a context manager that also works as a decorator, for the methods that are contexts."""
+        """Return a context manager that also works as a decorator, for the methods that are contexts."""
         return _nothing()
 
     # Contexts. `run`: a whole training. `watching`: sampling on this rank. `trains`: forward and backward passes of an
@@ -36,34 +36,28 @@ class NoRecord(TrainerCallback):
 
 
 class Events:
-    """The console, the phase times, the run's record and the completions log as one object, for all parts of a run."""
-
     def __init__(self, times: PhaseTimes, console: Console, recorder: NoRecord, completions: Any = None) -> None:
         self.times, self.console, self.recorder = times, console, recorder
-        # The completions log, or None. An extension offers a function (trainer) -> log at the seam "completion_log".
-        self.completions = completions
+        self.completions = completions  # The completions log (seam "completion_log"), or None.
         self._warned: set[str] = set()
 
     def warn_once(self, about: str, line: str) -> None:
-        """Log a warning unless ``line`` is empty, or a warning with the key ``about`` was logged before."""
         if line and about not in self._warned:
             self._warned.add(about)
             self.console.warn(line)
 
     def decoded(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Pass the decoded texts of groups to the completions log, if there is one."""
         if self.completions is not None:
             self.completions.keep(groups, texts)
 
     def sampled(self, steps: Sequence[Sequence[ScoredGroup]], trainer: Any) -> None:
-        """Write the scored groups of each optimizer step to the completions log, if there is one. All ranks must call
-        this."""
+        """Write the scored groups of each optimizer step to the completions log. All ranks must call this."""
         if self.completions is not None:
             with self.times.phase("log"):
                 self.completions.add(steps, trainer.decode, trainer.state)
 
     def evaluated(self, groups: Sequence[ScoredGroup], name: str, trainer: Any) -> None:
-        """Write an evaluation's groups to the record and the completions log. All ranks must call this."""
+        """Write an evaluation's groups. All ranks must call this."""
         self.recorder.evaluated(groups, name)
         if self.completions is not None:
             self.completions.add_evaluation(groups, trainer.decode, trainer.state, name)

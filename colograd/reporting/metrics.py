@@ -21,7 +21,7 @@ class Metrics:
     """One rank's means, totals, minima and maxima. Values may be GPU tensors; only `reduce` copies them to the host."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], Any] = {}  # Sums by (key of `JOINS`, name). A mean is sum and count.
+        self._sums: dict[tuple[str, str], Any] = {}  # By (key of `JOINS`, name). A mean is sum and count.
         self._extremes: dict[tuple[str, str], list[Any]] = defaultdict(list)
 
     def total(self, name: str, value: float | torch.Tensor, kind: str = "total") -> None:
@@ -63,12 +63,10 @@ def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
 
 
 class PhaseTimes:
-    """Wall-clock seconds of each phase of an optimizer step."""
-
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._step_began = time.perf_counter()
-        self._synchronize = synchronize  # If true, wait for CUDA, so that a phase is charged with its kernels.
+        self._synchronize = synchronize  # Wait for CUDA, so that a phase is charged with its kernels.
         self._retries = self._alloc_retries()
 
     @contextmanager
@@ -88,7 +86,7 @@ class PhaseTimes:
         self.seconds[target] += seconds
 
     def begin_step(self) -> None:
-        """Start a new step. Drop the seconds since the last one, which starting, logging, evaluating or saving took."""
+        """Start a new step. Drop the seconds since the last one, which logging, evaluating or saving took."""
         self.seconds.clear()
         self._step_began = time.perf_counter()
 
@@ -104,7 +102,6 @@ class PhaseTimes:
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if self._synchronize else 0
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each phase as ``time/<phase>``, and reset them to 0."""
         taken = {f"time/{name}": value for name, value in self.seconds.items()}
         self.seconds.clear()
         return taken

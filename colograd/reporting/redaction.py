@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])/(?!/)[^\s'\",;:]+")
-# Access tokens and keys that a command line or a recipe may contain. Model cards are published.
+# Access tokens and keys that a command line or a recipe may contain.
 _KEYS = r"(?:hub_token|hf_token|access_token|auth_token|api_key|password|secret)"
 _SECRET = re.compile(
     rf"(--[\w-]*{_KEYS}(?:=|[ \t]+)|\b\w*{_KEYS}[\"']?[ \t]*[:=][ \t]*)(?!null\b|None\b|--)[^\s,}}\]]+|\bhf_\w{{16,}}",
@@ -17,7 +17,7 @@ _SECRET = re.compile(
 
 def is_secret(name: str, value: Any) -> bool:
     if isinstance(value, dict | list):
-        return False  # A list or mapping isn't a secret, but its entries may be secrets.
+        return False  # Its entries may be secrets.
     return (name == "token" and value is not None) or _SECRET.search(f"{name}: {value}") is not None
 
 
@@ -30,7 +30,6 @@ def without_absolute_paths(text: str) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path relative to the current directory. For a path elsewhere return only the file's name."""
     try:
         return path.resolve().relative_to(Path.cwd().resolve()).as_posix()
     except ValueError:

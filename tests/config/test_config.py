@@ -315,7 +315,7 @@ def test_an_entry_of_a_mapping_can_be_set_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config"], "--config needs the path"),
+        (["--config"], "--config needs a value"),
         (["--config", "absent.yaml"], "'absent.yaml' doesn't exist: give the path"),
         (["--num_generations", "four"], "invalid int value: 'four'"),
         (["--max_steps"], "expected one argument"),
@@ -336,7 +336,7 @@ def test_a_command_line_that_says_nothing_clear_is_refused(argv: list[str], mess
     ("text", "message"),
     [
         ("learning_rate: fast\n", "argument --learning_rate.* invalid float value: 'fast'"),
-        ("- a\n- b\n", "must be a mapping of keys to values, not a list"),
+        ("- a\n- b\n", "must be a mapping, not a list"),
         ("a: [1\n", "isn't valid YAML"),
         ("epsilon_hi: 0.3\n", "Unknown configuration key `epsilon_hi`. Did you mean `epsilon_high`"),
         ("cache_implementation: static\n", "`cache_implementation` isn't supported: generation always runs in vLLM"),

@@ -332,9 +332,9 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "ranks that don't find each other": (
         launched_with(WORLD_SIZE="2"),
-        "started 2 ranks",
+        "2 ranks were launched",
         "only 1 would train together",
-        "start with `torchrun`",
+        "in a process that `torchrun`",
     ),
     "two sharding strategies at once": (
         lambda _: config(sharding="optimizer", deepspeed={"zero_optimization": {"stage": 2}}),
@@ -478,9 +478,9 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "a policy in float16": (
         lambda _: config().resolve_precision(torch.float16),
-        "dtype is float16",
-        "train in bfloat16 or float32",
-        "set dtype",
+        r"dtype is torch\.float16",
+        "must be bfloat16 or float32",
+        "set `dtype`",
     ),
     "fewer prompts than a step takes": (
         lambda _: StepOrder.of(config(prompts_per_step=4), 3),

@@ -92,11 +92,11 @@ def test_the_cache_is_no_larger_than_a_generation_can_use() -> None:
 
 
 def test_a_plan_takes_a_cache_of_one_sequence_only_beside_training() -> None:
-    assert PLAN.takes(CacheNeed(1000, 15 * GIB, 400 * GIB)) and not PLAN.takes(CacheNeed(1000, 16 * GIB, 400 * GIB))
+    assert PLAN.takes(15 * GIB) and not PLAN.takes(16 * GIB)
     asleep = dataclasses.replace(PLAN, run=described_as(sleeps=True))
-    assert asleep.takes(CacheNeed(1000, 40 * GIB, 400 * GIB)), "while it samples there is more room"
+    assert asleep.takes(40 * GIB), "while it samples there is more room"
     crowded = dataclasses.replace(asleep, gradients=60 * GIB)
-    assert crowded.room == asleep.room and not crowded.takes(CacheNeed(1000, GIB, GIB)), "but training must fit too"
+    assert crowded.room == asleep.room and not crowded.takes(GIB), "but training must fit too"
     assert dataclasses.replace(crowded).with_cache(CacheNeed(1, GIB, GIB)).remains("training") < 0
 
 

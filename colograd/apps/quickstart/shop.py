@@ -17,13 +17,13 @@ from .calculator import calculator
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# One client for all sessions, because making a client takes ten times as long as a request.
+# One client for all sessions: making a client takes ten times as long as a request.
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")
 PRICES = {
     "lamp": 34, "chair": 57, "table": 89, "shelf": 46, "stool": 23, "mirror": 68, "carpet": 75, "clock": 19,
     "vase": 28, "sofa": 97, "desk": 83, "bench": 62,
 }  # fmt: skip
-MOST_TURNS = 4  # Maximum requests per session.
+MOST_TURNS = 4
 
 
 def price(item: str) -> str:
@@ -95,7 +95,6 @@ def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
         except Exception as error:  # The model may write any arguments.
             result = f"error: {type(error).__name__}"
         if call.function.name == "price" and not found and result == price(row["item"]):
-            # Once the price is found, the context begins anew without the look-up.
             found, reward = result, 0.2
             messages = [*OF_TOTALS, {"role": "user", "content": f"What is {row['count']} * {found}?"}]
             continue

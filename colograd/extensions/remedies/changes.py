@@ -12,21 +12,19 @@ from ...memory.description import ORDER, PolicySizes, RunDescription
 from ...memory.shape import Shape
 from ...runtime import registry
 
-LORA_RANK = 16  # Rank of a proposed LoRA.
-MOST_RANKS = 1024  # Largest number of ranks to propose.
+LORA_RANK = 16
+MOST_RANKS = 1024
+SHORTEST = 256  # Tokens of a context.
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return a sentence without full stop. It lists changes of settings, each enough to make the run fit, or says that
-    no change is enough."""
     if not (found := [*_changes(run, strategy)]):
         return "no single change would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
 
 
 def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Yield changes of settings, the least costly first. Each single change makes the run fit. Extensions add changes
-    at the seam "host_remedies": functions of (run, strategy, fit). ``fit`` returns whether a changed run fits."""
+    """Yield changes of settings, the least costly first."""
 
     def fit(strategy: str = strategy, **changes: object) -> bool:
         return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
@@ -36,7 +34,7 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield "gradient_checkpointing: true"
     if on_gpu and not run.sleeps and fit(sleeps=True):
         yield "vllm_enable_sleep_mode: true"
-    for offer in registry.hooks("host_remedies"):
+    for offer in registry.hooks("host_remedies"):  # Functions (run, strategy, fit) -> changes.
         yield from offer(run, strategy, fit)
     if on_gpu and run.reference and fit(reference=0):
         yield "offload_reference: true"
@@ -67,8 +65,7 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
 
 
 def with_adapter(sizes: PolicySizes, shape: Shape) -> PolicySizes:
-    """Return the sizes of the frozen model with a LoRA adapter of rank `LORA_RANK` in the model's dtype. All linear
-    layers of a dense model have the adapter's matrices A and B."""
+    """Return the sizes of the frozen model with a LoRA adapter on all linear layers, in the model's dtype."""
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
     trained = shape.layers * LORA_RANK * (attention + 3 * (shape.hidden + shape.intermediate))
     share = trained / max(sizes.trained, 1)
@@ -79,10 +76,8 @@ def with_adapter(sizes: PolicySizes, shape: Shape) -> PolicySizes:
 
 
 def _shorter(run: RunDescription, strategy: str) -> int | None:
-    """Return the longest context in tokens that fits. Only halvings of the run's context down to 256 are tried. None if
-    none fits."""
     length = run.length // 2
-    while length >= 256:
+    while length >= SHORTEST:
         part = length / run.length
         prompt, completion = int(run.lengths.prompt * part), int(run.lengths.completion * part)
         lengths = dataclasses.replace(run.lengths, prompt=prompt, completion=completion)
@@ -93,7 +88,6 @@ def _shorter(run: RunDescription, strategy: str) -> int | None:
 
 
 def _in_larger_engines(run: RunDescription) -> Iterator[str]:
-    """Yield settings with more ranks per engine that make the run fit, the fewest ranks first."""
     for ranks, strategies in run.larger_engines.items():
         if not run.devices.takes_rows_of(ranks * run.ranks_per_sequence):
             continue
@@ -105,8 +99,6 @@ def _in_larger_engines(run: RunDescription) -> Iterator[str]:
 
 
 def _more_ranks(run: RunDescription) -> str:
-    """Return a text with the fewest ranks that make the run fit, and their settings: "16 ranks with sharding: fsdp".
-    Only doublings of the run's ranks up to `MOST_RANKS` are tried. Empty if none fits."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
         share = run.devices.ranks / ranks
