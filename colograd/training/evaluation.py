@@ -53,7 +53,7 @@ def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
     step = dataclasses.replace(step, version=learner.hooks.state.global_step)
     (step,) = learner.with_scores([step])
     with evaluation_mode(learner.model):
-        step = learner.with_constants(step)
+        step = learner.with_constants(step) if learner.needs_constants else step
         bar = learner.events.console.progress(len(step.rows), "evaluate", "micro-batch")
         with on_all_ranks("the evaluation's forward"), torch.no_grad(), contextlib.closing(bar):
             row_loss, autocast = learner.row_loss(differentiable=False), learner.hooks.compute_loss_context_manager

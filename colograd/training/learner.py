@@ -75,7 +75,7 @@ def step_batch(
     counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    work = (sum(row.num_tokens for row in rows), len(rows), moved) if counted else (0, 0, 0)
+    work = (sum(part.num_tokens for row in rows for part in row.parts), len(rows), moved) if counted else (0, 0, 0)
     ranks = gather(((in_loss, len(rollouts), *work), statistics))
     columns = zip(*(numbers for numbers, _ in ranks), strict=True)
     in_loss, completions, packed_tokens, micro_batches, moved = map(sum, columns)
@@ -123,7 +123,7 @@ def loss_pass(
                 sharding.backward(loss)  # nothing else refers to the autograd graph, so an error frees it
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
-        passed(row.num_tokens)
+        passed(sum(part.num_tokens for part in row.parts))
     # Reading all losses at the end makes the host wait for the GPU only once.
     for index, number in enumerate(numbers(losses) if sharding is not None else (), start=step.trained):
         if not math.isfinite(number):
@@ -221,7 +221,7 @@ class Learner:
         self.model.train()
         while True:
             try:
-                step = self.with_constants(step)
+                step = self.with_constants(step) if self.needs_constants else step
                 earlier = step.trained_metrics if step.trained else None
                 bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
                 recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
@@ -260,10 +260,12 @@ class Learner:
         own = self.sharding.traffic.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
+    @property
+    def needs_constants(self) -> bool:
+        return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
+
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with `StepConstants` on every row, if the loss may read them. A collective call."""
-        if not (self.objective.needs_constants or "compute_loss" in self.hooks.replaced):
-            return step
+        """Return the step with `StepConstants` on every row. A collective call."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
