@@ -20,7 +20,8 @@ class EngineKnobs(TrainingArguments):
     vllm_model_impl: str = knob("auto", one_of=("auto", "vllm", "transformers"))
     """Implementation of the model in vLLM: `vllm` (its own), `transformers`, or `auto`: its own if there is one. TRL's
     default, `vllm`, is an error without one."""
-    vllm_max_model_length: int | None = knob(None, "Context of the engine in tokens; default: the run's need.")
+    vllm_max_model_length: int | None = knob(None)
+    """The engine's context in tokens; default: the model's, or less if the run needs less."""
     vllm_tensor_parallel_size: int = knob(1)
     """Neighbouring ranks of one machine that share one engine: its weights, KV cache and work. `sharding` says how each
     holds the policy. `per_device_train_batch_size` then counts an engine's completions; TRL's counts a rank's."""
@@ -30,14 +31,16 @@ class EngineKnobs(TrainingArguments):
     """Share of a GPU's memory for the engine: weights, activations, KV cache. Unset, the KV cache is planned: the rest
     of the GPU, up to the need of one generation."""
     vllm_enable_sleep_mode: bool = knob(False)
-    """Free the KV cache while the policy trains. Weights stay; TRL moves or discards them. No effect on a CPU."""
+    """On a GPU, free the KV cache while the policy trains. The engine's weights stay; TRL moves or discards them. No
+    effect on a CPU."""
     offload_optimizer: str = knob(
         "none", one_of=("none", "sampling", "stream", "auto"), spellings={"true": "sampling", "false": "none"},
         extension="offload",
     )  # fmt: skip
-    """Keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, `true`), or always
-    (`stream`, with `optim: adamw_split`): pieces pass through the GPU, to the same bits. `auto`: if training doesn't
-    fit, as few as needed of this, `offload_gradients` and `gradient_checkpointing: offload`. No effect on a CPU."""
+    """On a GPU, keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, or `true`),
+    or always (`stream`, with `optim: adamw_split`): it passes through the GPU in pieces, to the same bits. `auto`: if
+    training doesn't fit, as few as needed of this, `offload_gradients` and `gradient_checkpointing: offload`. No effect
+    on a CPU."""
     vllm_engine_kwargs: dict[str, Any] | str | None = knob(None)
     """Other arguments of `vllm.LLM`, such as `max_num_seqs` (default on a GPU: the completions of a generation, at most
     1,024), `enforce_eager`, `kv_cache_memory_bytes` or `dtype` (default: the policy's)."""

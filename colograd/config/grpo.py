@@ -80,19 +80,22 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     ]  # fmt: skip
 
     # Fields of TrainingArguments with other defaults or meanings than in transformers.
-    learning_rate: float = knob(1e-6, "Peak learning rate of AdamW. With `warmup_steps` the first step has 0.")
+    learning_rate: float = knob(1e-6)
+    """Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers."""
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: str | None = knob(None, nargs="?", const=True)
     """Recompute activations in the backward: less memory, about a third more training time. Unset, the memory plan
     chooses no layer, or every fourth, second or each one (`gradient_checkpointing_kwargs: {every_n_layers: 2}` sets
     it). `offload`: each layer's input waits in page-locked host memory, to the same bits; `true` on a CPU."""
     bf16: bool | None = knob(None, nargs="?", const=True)
-    """With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL."""
+    """With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL. No effect with a
+    bfloat16 policy."""
     remove_unused_columns: bool | None = knob(False, "Pass only the column `prompt` to reward functions.")
     optim: str = knob("auto", extension={"muon": "muon"})
     """`auto`: `adamw_split` for a bfloat16 policy, else `adamw_torch`. `adamw_split`: AdamW on an exact float32 master,
-    kept as the parameter and 16 bits; compiled on a GPU, unless `optim_args: compiled=false`. `muon`: Muon for layers'
-    matrices on such a master, `adamw_split` for the rest. Or an optimizer of transformers."""
+    kept as the bfloat16 parameter and 16 more bits; one compiled kernel on a GPU, unless `optim_args: compiled=false`.
+    `muon`: Muon for the layers' matrices on such a master, `adamw_split` for the rest. Or an optimizer name of
+    transformers."""
     torch_compile: bool = knob(False)
     """Compile the policy's decoder layers: norms, rotary embedding, activation and residuals become a few fused
     kernels. One compilation at start (a minute or more) serves all layers and lengths. Needs packed rows."""

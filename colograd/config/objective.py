@@ -23,21 +23,27 @@ class RewardKnobs:
     decoding. 0: the trainer's process, between two engine steps. Unset: 0 on a CPU; on a GPU up to 4, for functions of
     modules only, because closures and functions of a script may keep state."""
     reward_timeout: float | None = knob(None, **SECONDS)
-    """Maximum seconds of a reward function's call. A late call abstains; in the trainer's process it ends the run."""
-    reward_on_error: str = knob("raise", "A failing function ends the run, or abstains.", one_of=("raise", "abstain"))
+    """Seconds that one call of a reward function may take. A late call abstains and its worker is replaced; in the
+    trainer's process it ends the run."""
+    reward_on_error: str = knob("raise", one_of=("raise", "abstain"))
+    """A failing reward function ends the run (`raise`) or abstains (`abstain`)."""
     reward_call: str = knob("group", one_of=("group", "all"))
-    """Arguments of a reward call: a prompt's completions (`group`), or the rank's whole generation (`all`)."""
+    """Arguments of one call of a reward function: the completions of a prompt (`group`), or the rank's whole generation
+    (`all`)."""
     tool_workers: int = tools(0, at_least=0)
     """Processes per rank that run tools. 0: threads of the trainer's process. Environments' methods always run in
     threads, `async` tools on an event loop."""
     tool_timeout: float | None = tools(None, **SECONDS)
-    """Maximum seconds of a tool call. The model reads late calls as errors; workers are replaced, threads abandoned."""
-    max_tool_calling_iterations: int | None = tools(None, "Maximum rounds of tool calls per completion.", at_least=1)
+    """Seconds that one call of a tool may take. The model reads a late call's answer as an error; its worker is
+    replaced, or its thread abandoned."""
+    max_tool_calling_iterations: int | None = tools(None, at_least=1)
+    """Rounds of tool calls in one completion; default: limited by its tokens only."""
     main_thread_tools: list[str] | None = tools(None)
     """Names of tools, environment classes or factories that only work in the main thread (e.g. with `signal.alarm`):
     they run between two steps of the engine."""
     agent_timeout: float | None = agents(1800.0, **SECONDS)
-    """Maximum seconds of an agent's session. A late command is killed; a late function's thread is abandoned."""
+    """Seconds that one session of an agent may take. A late command is killed; a late function's thread is
+    abandoned."""
     agent_sessions: int | None = agents(None, at_least=1)
     """Sessions of an agent at once on a rank; default: as many as the engine decodes at once."""
     agent_requests: int = agents(256, "Requests of one session of an agent, at most.", at_least=1)
@@ -47,7 +53,8 @@ class RewardKnobs:
     (`refuse`), or answer without training on it (`untrained`)."""
     agent_on_error: str = agents("raise", one_of=("raise", "abstain"))
     """A session that raises, dies or is late: end the run (`raise`), or don't train on its group (`abstain`)."""
-    agent_tool_parser: str | None = agents(None, "vLLM's parser of tool calls; default: by chat template; empty: none.")
+    agent_tool_parser: str | None = agents(None)
+    """vLLM's parser of an agent's tool calls; default: from the chat template; empty: none."""
     agent_reasoning_parser: str | None = agents(None)
     """vLLM's parser of an agent's reasoning; default: from the chat template; empty: none."""
 
@@ -57,7 +64,8 @@ class AdvantageKnobs:
     """Settings of advantages."""
 
     dynamic_sampling: bool = knob(False, extension="dynamic_sampling")
-    """Draw prompts until a step has its groups with a reward difference (DAPO). Reward metrics cover all samples."""
+    """Draw more prompts until a step has its number of groups with a reward difference (DAPO). Reward metrics cover all
+    samples."""
     dynamic_sampling_max_rounds: int = knob(10, at_least=1, extension="dynamic_sampling")
     """Maximum number of further draws; then the step trains on fewer groups."""
     scale_rewards: str = knob(
@@ -71,7 +79,8 @@ class AdvantageKnobs:
     """Several reward functions: sum, then normalise (`sum_then_normalize`); or normalise each in the group, sum, and
     scale over the step (`normalize_then_sum`, GDPO), without `scale_rewards`, as in TRL."""
     advantage_baseline: str = knob("mean", one_of=("mean", "leave_one_out"))
-    """Baseline of a completion: the `mean` of its group, or the mean of the others (`leave_one_out`, RLOO)."""
+    """Baseline of a completion: the `mean` of its group, or the mean of the other completions (`leave_one_out`,
+    RLOO)."""
     mask_truncated_completions: bool = knob(False)
     """Leave completions that hit the token limit or were ended by `repetition_detection` out of the loss."""
 
@@ -99,8 +108,10 @@ class ObjectiveKnobs(SamplingKnobs):
     sapo_temperature_pos: float = knob(1.0, **POSITIVE)
     """`sapo`: temperature of the gate for positive advantages; higher closes faster."""
     sapo_temperature_neg: float = knob(1.05, "`sapo`: the same for the other advantages.", **POSITIVE)
-    vespo_k_pos: float = knob(2.0, "`vespo`: exponent that weights small ratios down, for advantages >= 0.", at_least=0)
-    vespo_lambda_pos: float = knob(3.0, "`vespo`: coefficient against large ratios, for advantages >= 0.", at_least=0)
+    vespo_k_pos: float = knob(2.0, at_least=0)
+    """`vespo`: exponent that weights small ratios down, for advantages from 0 up."""
+    vespo_lambda_pos: float = knob(3.0, at_least=0)
+    """`vespo`: coefficient that weights large ratios down, for advantages from 0 up."""
     vespo_k_neg: float = knob(3.0, "`vespo`: as `vespo_k_pos`, for negative advantages.", at_least=0)
     vespo_lambda_neg: float = knob(2.0, "`vespo`: as `vespo_lambda_pos`, for negative advantages.", at_least=0)
     top_entropy_quantile: float = knob(1.0, at_least=0, at_most=1, remedy="1.0 turns it off")
@@ -116,7 +127,8 @@ class ObjectiveKnobs(SamplingKnobs):
     entropy_target: float = knob(0.2, "Mean entropy of a token, in nats, below which the adaptive bonus acts.")
     router_aux_loss_coef: float | None = knob(None, at_least=0)
     """Coefficient of a mixture of experts' load-balancing loss; default: the model's own (often 0.001)."""
-    vllm_importance_sampling_correction: bool = knob(True, "Weigh the loss by trainer over sampler probability.")
+    vllm_importance_sampling_correction: bool = knob(True)
+    """Weigh the loss by trainer over sampler probability, to correct their mismatch."""
     vllm_importance_sampling_mode: str = knob("sequence_mask", one_of=CORRECTIONS)
     """`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL; or `geometric_mask`, which
     leaves out completions by the geometric mean of their tokens' ratios."""
@@ -124,7 +136,8 @@ class ObjectiveKnobs(SamplingKnobs):
     vllm_importance_sampling_clip_min: float | None = knob(None)
     """Lower bound of that ratio; default: none, or with `geometric_mask` 1 / the upper bound."""
     off_policy_mask_threshold: float | None = knob(None)
-    """Leave out completions with negative advantage and mean log(sampler / policy) above this (DeepSeek-V3.2)."""
+    """Leave out completions with a negative advantage and a mean log sampler - log policy probability above this
+    (DeepSeek-V3.2), e.g. 0.5."""
 
     def _check_conflicts_and_bias(self) -> list[str]:
         """Disable the sampler's correction if its ratio would compare different distributions. Return log lines."""
@@ -162,8 +175,10 @@ class RewardPenaltyKnobs:
     """Settings of a KL penalty that is subtracted from rewards."""
 
     kl_in_reward: float = knob(0.0, extension="reward_kl")
-    """Coefficient of the KL divergence from the reference, subtracted from rewards; 0: none. See docs/losses.md."""
-    kl_in_reward_estimator: str = knob("k1", "Estimator of a token's KL: `k1`, `k2`, `k3`.", extension="reward_kl")
+    """Coefficient of the KL divergence from the reference that is subtracted from each completion's reward; 0: none.
+    See docs/losses.md."""
+    kl_in_reward_estimator: str = knob("k1", extension="reward_kl")
+    """How a token's divergence is estimated: `k1`, `k2` or `k3`."""
 
 
 @dataclass
@@ -172,13 +187,16 @@ class ReferenceKnobs:
 
     beta: float = reference(0.0, "KL coefficient; 0: no KL term or reference. See docs/losses.md.", at_least=0)
     use_bias_correction_kl: bool = reference(True)
-    """Multiply the KL term by the importance ratio: its expected gradient is then the reverse KL divergence's."""
-    sync_ref_model: bool = reference(False, "Mix the policy into the reference every `ref_model_sync_steps` (TR-DPO).")
+    """Multiply the KL term by the token's importance ratio, so that its expected gradient is the reverse KL
+    divergence's."""
+    sync_ref_model: bool = reference(False)
+    """Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."""
     ref_model_mixup_alpha: float = reference(0.6, above=0, at_most=1, remedy="1 replaces the reference by the policy")
     """Share of the policy in that mixture; 1: replace the reference."""
     ref_model_sync_steps: int = reference(512, "Optimizer steps between two mixtures.", at_least=1)
     offload_reference: bool = reference(False)
-    """Keep the reference model in pinned host memory between its forwards. No effect on a CPU, or with LoRA."""
+    """On a GPU, keep the reference model in pinned host memory between its forwards. No effect on a CPU, or with
+    LoRA."""
 
 
 @dataclass
@@ -186,17 +204,22 @@ class DistillationKnobs:
     """Settings of distillation."""
 
     teacher_model_name_or_path: dict[str, Any] | str | None = distillation(None)
-    """A model (Hub id, folder or adapter) that the policy learns from; rewards are then optional. Or a mapping of names
-    to models: the column `teacher` names each prompt's. See docs/guide/distillation.md."""
+    """A model (Hub id, folder or adapter's folder) that the policy learns from on its own completions; reward functions
+    are then optional. Or a mapping of names to models; the dataset's column `teacher` names each prompt's. See
+    docs/guide/distillation.md."""
     teacher_model_revision: str | None = distillation(None, "Branch, tag or commit of a teacher from the Hub.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = distillation(None)
-    """Arguments of the teacher's `from_pretrained` (`load_in_4bit: true` quantises); default `dtype`: the policy's."""
+    """Keyword arguments of the teacher's `from_pretrained`; `dtype` defaults to the policy's, `load_in_4bit: true`
+    quantises."""
     distillation_kl: str = distillation("sampled", one_of=("sampled", "exact", "top_k"))
     """`sampled`: add each token's log teacher - log policy probability to its advantage. `exact`: add the reverse KL
-    over the vocabulary to the loss. `top_k`: the same over the teacher's most probable tokens, others as one."""
-    distillation_top_k: int = distillation(64, "Teacher's tokens that are kept per token, with `top_k`.", at_least=1)
+    divergence over the vocabulary to the loss. `top_k`: the same over the teacher's most probable tokens, all others
+    counted as one."""
+    distillation_top_k: int = distillation(64, at_least=1)
+    """Teacher's tokens that are kept per sampled token, with `top_k`."""
     distillation_weight: float = distillation(1.0, "Coefficient of the teacher's term.")
-    offload_teacher: bool = distillation(False, "On a GPU, keep the teacher in pinned host memory between generations.")
+    offload_teacher: bool = distillation(False)
+    """On a GPU, keep the teacher in pinned host memory between generations. No effect on a CPU."""
 
     @property
     def teachers(self) -> dict[str, str]:

@@ -18,9 +18,11 @@ class SavingKnobs(TrainingArguments):
     save_in_background: bool = knob(True)
     """Write checkpoints from a copy in host memory while training goes on. Training waits if files are needed at once
     (a push to the Hub, a callback's `on_save`) or memory for the copy is missing."""
-    save_failures: int = knob(3, "Failed checkpoints in a row (e.g. a full disk) that end the run.", at_least=1)
+    save_failures: int = knob(3, at_least=1)
+    """Checkpoints in a row that can't be written (e.g. a full disk) before the run ends with the error."""
     stop_signals: list[str] = knob([*STOP_SIGNALS], one_of=STOP_SIGNALS)
-    """Signals that stop the run with a checkpoint after the round, like Ctrl-C. A second, over 2 s later, ends it."""
+    """Signals that stop the run with a checkpoint at the end of the round, as Ctrl-C does. A second one, more than two
+    seconds later, ends it at once."""
     stop_within: float | None = knob(None, above=0)
     """Seconds from such a signal to the end of the process. A round that can't end in time is cut: decoding stops, a
     checkpoint of the last finished round is written, and the rollout log has the scored groups. Unset: the round is
@@ -37,7 +39,8 @@ class SavingKnobs(TrainingArguments):
     `until_checkpoint`: delete rounds before the last two checkpoints; `keep`: delete nothing; `off`. Unset:
     `until_checkpoint` in a run that saves checkpoints."""
     rescore: bool = knob(False)
-    """Score the recorded samples of a resumed run's first round again. Without it, changed rewards are an error."""
+    """Score the recorded samples of a resumed run's first round again, after reward functions changed. Without it such
+    a change is an error."""
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
         self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
@@ -57,10 +60,14 @@ class LogKnobs:
     log_completions: bool = recording(False)
     """Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), print a sample
     now and then, and send it to wandb or trackio. Evaluations too."""
-    log_completions_steps: int | None = recording(None, "Steps between printed tables; default `logging_steps`.")
-    num_completions_to_print: int | None = recording(None, "Rows of the printed table; default all.", at_least=0)
-    log_completions_hub_repo: str | None = recording(None, "Hub dataset that gets the completions every 2 minutes.")
-    log_multimodal: bool = recording(True, "Keep small images of prompts in the completions log and trackers' tables.")
+    log_completions_steps: int | None = recording(None)
+    """Steps between two printed and sent tables; default `logging_steps`."""
+    num_completions_to_print: int | None = recording(None, at_least=0)
+    """Rows of the printed table; default all, 0: no table."""
+    log_completions_hub_repo: str | None = recording(None)
+    """A dataset on the Hub that gets the files of `log_completions` every two minutes."""
+    log_multimodal: bool = recording(True)
+    """Keep small pictures of prompts' images in the completions log and the trackers' tables."""
     log_unique_prompts: bool = recording(False, "Show and send one completion per prompt.")
     report: bool = recording(True)
     """Record the run for its report (`_report/`, with some groups token by token), and write `report.html` at the end;

@@ -44,17 +44,20 @@ def checkpointing_way(value: Any) -> bool | str | None:
 class PolicyKnobs(TrainingArguments):
     """Settings of the policy."""
 
-    model_init_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of `from_pretrained`.")
+    model_init_kwargs: dict[str, Any] | str | None = knob(None)
+    """Keyword arguments of `from_pretrained`, when the model is given by name."""
     trust_remote_code: bool = knob(False, "Run code that comes with a model.")
     freeze_vision_tower: bool = knob(False, extension="images")
-    """Freeze the vision tower, but not the projector and the language model. The engine gets the tower once."""
+    """Freeze the vision tower of a vision-language model. The projector and the language model are trained; the tower
+    is copied to the engine once."""
     disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
     cast_lm_head_to_fp32: bool = knob(False)
     """Compute logits in float32 in policy, reference and vLLM (if its version can), so that sampler and trainer agree
     more closely. The weight keeps its dtype; TRL casts it."""
     router_replay: bool = knob(False, extension="experts")
-    """Train a mixture of experts with the experts that vLLM chose for each token (R3, arXiv 2510.11370): sampler and
-    trainer differ no more than a dense model's. Costs layers x experts per token bytes of host memory per token."""
+    """Train a mixture of experts with the experts that vLLM chose for each token (R3, arXiv 2510.11370), so that
+    sampler and trainer differ no more than a dense model's. Costs layers x experts per token bytes of host memory per
+    token."""
 
     @property
     def policy_dtype(self) -> str:

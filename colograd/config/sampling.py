@@ -37,7 +37,8 @@ class SamplingKnobs:
     generation_kwargs: dict[str, Any] | str | None = knob(None)
     """Other `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or
     `structured_outputs` (`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). `skip_special_tokens: false` keeps
-    special tokens in the texts of rewards and logs. Other parameters are errors unless they change nothing."""
+    special tokens in the texts of rewards and logs. Unsupported parameters are errors; names of transformers may stay
+    with values that change nothing."""
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
@@ -76,7 +77,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
     temperature_eval: float | None = knob(None, at_least=0)
     """Temperature in `evaluate`; default `temperature`, 0 is greedy."""
     max_completion_length_eval: int | None = knob(None)
-    """Maximum tokens of a completion in `evaluate`; default `max_completion_length`."""
+    """Tokens a completion may have in `evaluate`; default `max_completion_length`."""
     pass_threshold_eval: float = knob(1.0, "Weighted reward from which a completion counts as a pass in `eval_pass@k`.")
     loss_eval: bool | None = knob(None, nargs="?", const=True)
     """Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other metrics

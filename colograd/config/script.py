@@ -22,25 +22,31 @@ class ModelConfig:
     dtype: str | None = knob(None, one_of=DTYPES, spellings={f"torch.{dtype}": dtype for dtype in DTYPES})
     """Precision of the policy: `bfloat16` (the optimizer keeps an exact float32 master), `float32`, or `auto` (the
     checkpoint's). Default: bfloat16, or float32 if `optim` names another optimizer."""
-    attn_implementation: str | None = knob(None, "For compatibility only: training uses Colograd's packed attention.")
+    attn_implementation: str | None = knob(None)
+    """For compatibility only: training always uses Colograd's packed attention."""
     use_peft: bool = knob(False, "Train a LoRA adapter (peft) on the frozen model; see docs/guide/lora.md.")
     lora_r: int = knob(16, "Rank of the adapter's matrices.", at_least=1, remedy="raise it (16 is usual)")
     lora_alpha: int = knob(32, "The adapter is scaled by `lora_alpha / lora_r`.")
-    lora_dropout: float = knob(0.05, "Dropout in training, not in vLLM.", at_least=0, below=1, remedy="0 turns it off")
+    lora_dropout: float = knob(0.05, at_least=0, below=1, remedy="0 turns it off")
+    """Dropout before the adapter in training (vLLM samples without)."""
     lora_target_modules: list[str] | None = knob(None)
-    """Layers to adapt by name, `all-linear`, or one regular expression for whole names; default: as in peft."""
+    """Names of the layers to adapt, `all-linear`, or one regular expression for whole names, as in TRL; default: peft's
+    for the architecture."""
     lora_target_parameters: list[str] | None = knob(None)
     """Names of parameters outside linear layers to adapt: a mixture's `mlp.experts.gate_up_proj` and
     `mlp.experts.down_proj`. The engine gets merged copies; needs `lora_dropout: 0`."""
-    lora_modules_to_save: list[str] | None = knob(None, "Modules to train whole. The engine gets merged copies.")
+    lora_modules_to_save: list[str] | None = knob(None)
+    """Modules that are trained whole, in addition to the adapter. The engine gets merged copies."""
     lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.", one_of=("CAUSAL_LM",))
     use_rslora: bool = knob(False, "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`.")
     use_dora: bool = knob(False, "Weight-decomposed LoRA. The engine gets merged copies.")
     load_in_8bit: bool = quantized(False, "Quantise the base below the adapter to 8 bits (docs/guide/lora.md).")
     load_in_4bit: bool = quantized(False, "Quantise the base below the adapter to 4 bits (docs/guide/lora.md).")
-    bnb_4bit_quant_type: str = quantized("nf4", "Values of `load_in_4bit`: `nf4` or `fp4`.", one_of=("nf4", "fp4"))
+    bnb_4bit_quant_type: str = quantized("nf4", one_of=("nf4", "fp4"))
+    """The sixteen values of `load_in_4bit`: `nf4` or `fp4`."""
     use_bnb_nested_quant: bool = quantized(False, "With `load_in_4bit`, quantise the scales too.")
-    bnb_4bit_quant_storage: str | None = quantized(None, "dtype that holds `load_in_4bit`'s bits; default: `uint8`.")
+    bnb_4bit_quant_storage: str | None = quantized(None)
+    """With `load_in_4bit`, the dtype whose elements hold the bits; default: `uint8`."""
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -83,12 +89,14 @@ class ScriptArguments:
     """The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or folder, or the import path
     `package.module:function` of a function that returns a `datasets.Dataset` or `DatasetDict`."""
     dataset_config: str | None = knob(None, "The dataset's configuration (its `name` in `load_dataset`).")
-    dataset_kwargs: dict[str, Any] | str | None = knob(None, "Arguments of the dataset function or `load_dataset`.")
+    dataset_kwargs: dict[str, Any] | str | None = knob(None)
+    """Keyword arguments for the dataset function, or for `load_dataset`."""
     dataset_train_split: str = knob("train", "The split to train on.")
     dataset_test_split: str = knob("test", "The split to evaluate on, if it exists.")
     datasets: list[dict[str, Any]] | str | None = knob(None)
     """A mixture, in place of `dataset_name`: a list of mappings with `path` and optionally `name`, `data_dir`,
-    `data_files`, `split`, `columns`, `fraction` (a share, in all or none) and `source` (a value for `curriculum`)."""
+    `data_files`, `split`, `columns`, `fraction` (each part's share, in all or none) and `source` (its value in a column
+    `source`, for `curriculum`)."""
     exams: list[str] = knob([], extension="evaluation")
     """Benchmarks of an evaluation: tasks, groups or tags of lm-evaluation-harness such as `gsm8k`, or a task's YAML
     file; `name[:100]`: the first rows, `name@4`: 4 completions per question; see docs/guide/evaluation.md."""
@@ -96,10 +104,12 @@ class ScriptArguments:
     dataset_streaming: bool = knob(False, "Read a stored dataset during training; needs `max_steps`.")
     streaming: bool = knob(False, "The same for a mixture (`datasets`).")
     dataset_prompt_column: str = knob("prompt", "The column with the prompt.")
-    system_prompt: str | None = knob(None, "A system message before prompts; a plain prompt becomes a conversation.")
+    system_prompt: str | None = knob(None)
+    """A system message before each prompt; a plain prompt becomes a conversation."""
     reward_model_name_or_path: str | None = knob(None, "A reward model, taken as the first of `reward_funcs`.")
     reward_funcs: list[str] = knob([])
-    """Reward functions: built-in names, import paths (`package.module:function`), or models (folder, Hub id)."""
+    """The reward functions: names of built-in rewards, import paths (`package.module:function`), or reward models (a
+    folder or a Hub id)."""
     tools: list[str] = knob([], "Import paths of functions that the model may call.", extension="tools")
     environment_factory: str | None = knob(None, extension="tools")
     """Import path of what makes environments, often a class; or a dict of such paths."""

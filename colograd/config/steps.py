@@ -22,7 +22,8 @@ class StepKnobs(TrainingArguments):
     steps_per_generation: int | None = knob(None)
     """Batches of `per_device_train_batch_size` that are sampled together; default `gradient_accumulation_steps`, one
     optimizer step per generation. A divisor of it means the same."""
-    generation_batch_size: int | None = knob(None, "Completions sampled together, in place of `steps_per_generation`.")
+    generation_batch_size: int | None = knob(None)
+    """TRL's alternative to `steps_per_generation`: completions sampled together."""
     num_iterations: int = knob(1, "Times each generation's batches are trained on.", at_least=1)
     max_tokens_per_microbatch: int | str | None = knob("auto")
     """Tokens in one forward and backward. `auto`: measured on a GPU before the first step, 4096 on a CPU. Halved when
@@ -41,12 +42,16 @@ class StepKnobs(TrainingArguments):
     Must be longer than vLLM's compilation and the longest call of a reward function, tool or `rollout_func`, and below
     `ddp_timeout` (1,800). `null`: never."""
     curriculum: dict[str, Any] | str | None = knob(None, extension="curriculum")
-    """Draw prompts by pass rates, such as `{solved_at: 1.0, revisit_after: 2}`. Further keys: `pass_threshold`,
-    `shares` with `column`, `difficulty` with `difficulty_until`; see docs/guide/distillation.md."""
+    """Draw prompts by their pass rates, such as `{solved_at: 1.0, revisit_after: 2}`. Keys: `solved_at`,
+    `revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see
+    docs/guide/distillation.md."""
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
-    max_prompt_tokens: int | None = knob(None, "Maximum tokens of a prompt; default: context - max_completion_length.")
-    overlong_prompts: str = knob("drop", "Prompts over the limit: `drop` them, or `error`.", one_of=("drop", "error"))
-    chat_template_path: str | None = knob(None, "A chat template that replaces the tokenizer's; saved with the model.")
+    max_prompt_tokens: int | None = knob(None)
+    """Maximum tokens of a prompt; default: the engine's context minus `max_completion_length`."""
+    overlong_prompts: str = knob("drop", one_of=("drop", "error"))
+    """Prompts over the limit: `drop` (and count), or `error`."""
+    chat_template_path: str | None = knob(None)
+    """A file with a chat template that replaces the tokenizer's; saved with the model."""
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
     carry_over: float | None = knob(
         None, at_least=0.5, below=1, remedy="0.8 is usual; leave it out for rounds that wait for all",
@@ -54,7 +59,8 @@ class StepKnobs(TrainingArguments):
     )  # fmt: skip
     """Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to below 1,
     e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's correction weighs each
-    token by the version that sampled it. See docs/guide/long-completions.md."""
+    token by the version that sampled it. Unset: a round waits for its last completion. See
+    docs/guide/long-completions.md."""
     carry_over_max_age: int = knob(2, at_least=1, extension="carry_over")
     """Maximum number of rounds over which `carry_over` carries a group; the next round waits for it."""
 
