@@ -79,7 +79,7 @@ class _WithPrompt:
     __slots__ = ()
     input: ModelInput
 
-    def __post_init__(self) -> None:  # A user may pass plain lists.
+    def __post_init__(self) -> None:  # Convert plain lists, which a user may pass.
         if not isinstance(self.input, ModelInput):
             object.__setattr__(self, "input", ModelInput(tuple(self.input)))
         ids = getattr(self, "completion_ids", None)
@@ -121,12 +121,12 @@ class Rollout(_WithPrompt):
     """
 
     input: ModelInput  # The prompt. A list of [P] token ids is converted to a `ModelInput`.
-    completion_ids: array[int]  # Completion: token ids as sampled, [C], never re-tokenised. A list is converted.
-    sampler_logprobs: torch.Tensor  # The engine's log-probabilities at its temperature, [C] float32 nats; NaN: unknown.
-    sampled: torch.Tensor  # Mask, [C] bool. False marks a token that the model didn't write; the loss ignores it.
+    completion_ids: array[int]  # Token ids of the completion, [C], as sampled (never decoded and tokenised again).
+    sampler_logprobs: torch.Tensor  # vLLM's log-probabilities at its temperature, [C] float32 nats. NaN: unknown.
+    sampled: torch.Tensor  # Mask, [C] bool. False: the model didn't write the token, so the loss ignores it.
     finish_reason: FinishReason
-    policy_version: int  # Optimizer step of the engine's weights when the completion's group was finished.
-    messages: tuple[dict[str, Any], ...] = ()  # Messages of a conversation after the prompt. Empty for plain text.
+    policy_version: int  # Number of optimizer steps of the engine's weights when the group was finished.
+    messages: tuple[dict[str, Any], ...] = ()  # Messages of a conversation, without the prompt's. Empty for plain text.
     columns: Mapping[str, Any] = field(default_factory=dict)  # Columns of this completion for the reward functions.
     riders: tuple[Rider, ...] = ()  # Riders: data of extensions that travels with the completion.
 
@@ -141,13 +141,15 @@ class Rollout(_WithPrompt):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The parts of the completion. A completion is one part, unless a rider divides it."""
+        """The parts of the completion. Without a rider that divides the completion, it is one part."""
         divided = next(filter(None, (rider.segments() for rider in self.riders)), None)
         return divided or (Segment(len(self.input), len(self.completion_ids)),)
 
     @property
     def sequence_tokens(self) -> int:
-        """Number of tokens of the completion's sequences, prompt included. A shared token counts once per sequence."""
+        """Number of tokens of the completion's sequences, prompt included.
+
+        Only riders make several sequences. A token that several sequences share counts in each sequence."""
         return sum(one.context + one.length for one in self.segments if one.ends)
 
 
@@ -175,7 +177,7 @@ class Group:
 class Logged:
     """Values that reward functions logged for a group in addition to its rewards."""
 
-    columns: dict[str, tuple[Any, ...]]  # Column name of the completions table -> one value per completion, [G].
+    columns: dict[str, tuple[Any, ...]]  # Column of the completions log -> one value per completion, [G].
     metrics: dict[str, tuple[float, int]]  # Metric name -> (sum, number of values).
 
 
@@ -196,7 +198,7 @@ class ScoredGroup:
 
     def for_training(self) -> ScoredGroup:
         """Return a copy for a rank that trains the group, without the data that only rewards and logs read."""
-        inputs: dict[ModelInput, ModelInput] = {}  # Equal prompts stay one object, so pickle sends each prompt once.
+        inputs: dict[ModelInput, ModelInput] = {}  # One object per prompt, so that pickle sends it once.
         rollouts = []
         for rollout in self.group.rollouts:
             if (prompt := rollout.input) not in inputs:
@@ -205,7 +207,7 @@ class ScoredGroup:
             rollouts.append(dataclasses.replace(rollout, messages=(), columns={}, input=inputs[prompt], riders=riders))
         example = {name: value for name, value in self.group.example.items() if name == TEACHER}
         group = dataclasses.replace(self.group, example=example, rollouts=tuple(rollouts))
-        # Pickling a view would send the view's whole storage.
+        # `clone`, because pickling a view would send the view's whole storage.
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
 
 
@@ -213,14 +215,14 @@ class ScoredGroup:
 class SampledStep:
     """The groups of one optimizer step on this rank. A round may sample more groups than the step trains."""
 
-    kept: tuple[ScoredGroup, ...]  # Groups that the step trains; the loss denominators count these groups.
-    sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, dropped ones included; metrics and logs count them.
+    kept: tuple[ScoredGroup, ...]  # Groups that the step trains. The loss denominators count them.
+    sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, trained or not. Metrics and logs count them.
 
 
-# Not frozen, because torch 2.11 compiles a layer again if a field of a frozen argument has changed.
+# Not frozen: with a frozen dataclass as argument, torch 2.11 recompiles a layer for each new value of a field.
 @dataclass(unsafe_hash=True, slots=True)
 class SegmentLayout:
-    """The segments (prompts and completions) of a packed row, and the earlier segments that each one attends to.
+    """The segments (prompts and completions) of a packed row, and the earlier segments that each segment attends to.
 
     Inside a segment attention is causal. Example: two completions attend to segment 0, the prompt:
 
@@ -230,7 +232,7 @@ class SegmentLayout:
     """
 
     lengths: tuple[int, ...]  # Number of tokens of each segment, [S], in the order of the row.
-    attends_to: tuple[tuple[int, ...], ...]  # For each segment, [S], indices of the earlier segments it attends to.
+    attends_to: tuple[tuple[int, ...], ...]  # Per segment, [S]: indices of the earlier segments that it attends to.
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -257,13 +259,13 @@ class SegmentLayout:
 class StepConstants:
     """Values of the whole optimizer step that some terms of a micro-batch's loss need.
 
-    None: not needed, or computed from the micro-batch, which is the whole step."""
+    A value is None if the loss needs none, or if one micro-batch is the whole step and has the value."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
-    denominator: float = 1.0  # Denominator of the step's loss.
+    denominator: float = 1.0  # Number that divides the step's loss sum.
     threshold: float | None = None  # Entropy in nats above which `top_entropy_quantile` selects a token.
     tokens: float | None = None  # Number of tokens over which the entropy bonus is averaged.
-    sequence_tokens: float | None = None  # Number of tokens of all sequences, prompts included.
+    sequence_tokens: float | None = None  # Number of tokens of the step's sequences, prompts included.
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,7 @@ class PackedGroup:
 
     ids: tuple[RolloutId, ...]
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[torch.Tensor, ...]  # Advantages: a tensor per completion, of shape () or [C].
+    advantages: tuple[torch.Tensor, ...]  # One tensor per completion: () or, per token, [C].
     example: Mapping[str, Any] = field(default_factory=dict)  # The dataset's row of the prompt.
 
     @property
@@ -287,7 +289,7 @@ class PackedRow:
     parts: tuple[PackedGroup, ...]
     mask_truncated: bool
     device: torch.device  # Device that runs the forward.
-    # Values of the labels, (N, ...), that earlier forwards have computed, by name, such as "old_logprobs".
+    # Name -> values of the row's N labels, (N, ...), from earlier forwards; for example "old_logprobs".
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     step_constants: StepConstants = StepConstants()
 
@@ -300,7 +302,7 @@ class PackedRow:
 
     @property
     def sequence_tokens(self) -> int:
-        """Number of tokens of the row's sequences. A shared token counts once per sequence."""
+        """Number of tokens of the row's sequences, prompts included. A shared token counts once per sequence."""
         return sum(rollout.sequence_tokens for part in self.parts for rollout in part.rollouts)
 
     @property
@@ -332,13 +334,13 @@ class MicroBatch:
     advantages: torch.Tensor  # Advantages of the labels, (N,) float32.
     old_logprobs: torch.Tensor | None  # The old policy's log-probabilities, (N,) float32. None: the step is on-policy.
     rollouts: tuple[RolloutId, ...]  # Identities of the completions in this row, in the row's order.
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Further `PackedRow.scores`, on the device.
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Other `PackedRow.scores`, on the device.
     step_constants: StepConstants = StepConstants()
     in_loss: bool = True  # Whether any label counts in the loss.
     completion_lengths: tuple[int, ...] = ()  # Number of tokens of each completion.
     media: Mapping[int, tuple[Any, ...]] | None = None  # Segment index -> its media. None means only text.
     riders: tuple[RowRider, ...] = ()  # Row riders: data of extensions that travels with the row.
-    host_positions: torch.Tensor | None = None  # Copy of `logit_positions` in host memory, for ranks that share a row.
+    host_positions: torch.Tensor | None = None  # `logit_positions` in host memory, for ranks that share a row.
 
     def get(self, kind: type[T]) -> T | None:
         return first_rider(self.riders, kind)
@@ -355,21 +357,21 @@ class StepBatch:
     A step of one group with completions of 2 and 4 tokens, on one rank, has num_loss_tokens = 6, num_sequences = 2."""
 
     rows: tuple[PackedRow, ...]  # Rows, one per micro-batch, [M]. M is equal on ranks that run their forwards in step.
-    num_loss_tokens: int  # Number of tokens in the loss over all ranks and groups, including groups not packed.
-    num_sequences: int  # Number of completions over all ranks and groups, including groups not packed.
+    num_loss_tokens: int  # Number of tokens in the loss on all ranks. Groups without a row count, too.
+    num_sequences: int  # Number of completions on all ranks. Groups without a row count, too.
     metrics: dict[str, float]  # Metrics known before training, reduced over ranks.
     groups: tuple[ScoredGroup, ...]  # Groups in the rows, to pack the rows anew if the token budget shrinks.
     version: int = 0  # Number of optimizer steps done before this step.
-    counted: bool = True  # Whether sums over ranks count these rows. False: another rank counts equal rows.
-    trained: int = 0  # Number of leading rows that had their backward while the engine was still sampling.
-    trained_metrics: Any = None  # `Metrics` of the rows that `trained` counts.
+    counted: bool = True  # Whether sums over ranks include these rows. False: another rank has the same rows.
+    trained: int = 0  # Number of first rows that were trained while the engine was still sampling.
+    trained_metrics: Any = None  # `Metrics` of the first `trained` rows.
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
     """The loss and metrics of one micro-batch."""
 
-    loss: torch.Tensor  # Sum over the labels, (). The trainer divides the summed gradient by the step's denominator.
+    loss: torch.Tensor  # Loss summed over the labels, (). The step's gradient is divided by a denominator later.
     sums: dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # Metric name -> (sum, count).
     minima: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]

@@ -1,7 +1,11 @@
-"""The training loop of every rank, in place of transformers'. A round is the steps from one generation to the next.
+"""The training loop of every rank, instead of transformers' loop.
 
-If several ranks share an engine, `collect` returns all groups on the engine's first rank and empty steps on its other
-ranks. `schedule` then divides the groups among these ranks. Callbacks get transformers' events in the usual order.
+A round is the steps from one generation to the next.
+
+If several ranks share a vLLM engine, `Sampler.collect` returns all groups on the engine's first rank, and empty steps
+on the other ranks. `Learner.schedule` then divides the groups among these ranks.
+
+Callbacks get transformers' events in the usual order.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ class Loop:
         length = args.round_length
         self._prepare()
         self._tell("on_train_begin")
-        learner.measure_budget()  # Here, because measuring needs the optimizer.
+        learner.measure_budget()  # After `_prepare`, which makes the optimizer.
         if args.eval_on_start:
             self._evaluate(at_start=True)
         for epoch in range(self.first_epoch, self.epochs):
@@ -62,7 +66,7 @@ class Loop:
                     self._update(epoch)
                     trainer.report_step(learner.finish_step())
                     self._log_evaluate_save()
-                    times.begin_step()  # Leaves logging, evaluating and saving out of the steps' times.
+                    times.begin_step()  # A step's times exclude logging, evaluating and saving.
                     if trainer.control.should_training_stop:
                         break
                 if trainer.control.should_training_stop or trainer.control.should_epoch_stop:
@@ -116,7 +120,7 @@ class Loop:
         trainer, control, args = self.trainer, self.trainer.control, self.args
         step, losses = trainer.state.global_step, trainer._tr_loss
         if control.should_log and (steps := step - trainer._globalstep_last_logged) > 0:
-            # A subclass's `training_step` may return different losses on different ranks.
+            # The mean over ranks: a subclass's `training_step` may return a different loss on each rank.
             total = nested_gather(losses, args.parallel_mode).mean().item()
             losses.zero_()
             trainer._total_loss_scalar += total

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """A part of a completion: consecutive tokens that see the same tokens of the prompt and of other parts."""
+    """A part of a completion: consecutive tokens that attend to the same earlier tokens outside of the part."""
 
-    context: int  # Number of earlier tokens that the part attends to.
+    context: int  # Number of tokens outside of the part that it attends to, prompt included.
     length: int  # Number of tokens of the part.
     ends: bool = True  # Whether a sequence ends with this part.
 
@@ -28,7 +28,7 @@ class Rider:
     __slots__ = ()
     KEY: ClassVar[str] = ""  # Key of the rider's JSON value (`to_json`) in the rollout log. "": not JSON.
     MARK: ClassVar[bytes] = b""  # First bytes of the rider's Arrow table (`table`) in the rollout log. b"": no table.
-    COLUMN: ClassVar[str] = ""  # Name of a column. Values that a reward function logs in this column become riders.
+    COLUMN: ClassVar[str] = ""  # Name of a log column. A reward function's values in this column become riders.
 
     def for_training(self) -> Self:
         """Return the rider with only the data that a rank needs to train the rollout."""
@@ -49,10 +49,10 @@ class Rider:
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        """Join the riders of a completion that several engine requests wrote.
+        """Join the riders of a completion's parts, for example of the turns of a conversation.
 
         Args:
-            parts: for each part of the completion, its rider (None e.g. for a tool's answer) and number of tokens.
+            parts: rider and number of tokens of each part. A tool's answer, for example, has no rider: None.
             prompt: number of tokens before the first part.
         """
         return None
@@ -63,12 +63,12 @@ class Rider:
         return rollouts
 
     def to_json(self) -> Any:
-        """Return the rider as a JSON value that isn't [], because [] stands for a rollout without the rider."""
+        """Return the rider as a JSON value for the rollout log. It can't be [], which means that there is no rider."""
         return None
 
     @classmethod
     def from_json(cls, value: Any, rollout: Rollout) -> Self:
-        """Make the rider from its JSON value. Raise ValueError or AssertionError if it doesn't fit ``rollout``."""
+        """Make the rider from its JSON value. Raise ValueError or AssertionError for a wrong value."""
         return cls()
 
     @classmethod
@@ -93,11 +93,11 @@ class Media(Rider):
     digest: str  # Digest of the content. Equal content has the same digest in every process.
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Media:
-        """Return the media of the input that consists of the prompt ``before`` and then ``ids`` with ``media``."""
+        """Return the content of a longer input: the prompt ``before``, then the tokens ``ids`` with ``media``."""
         return self
 
     def thumbnails(self, *more: Media) -> list[bytes]:
-        """Return JPEG thumbnails of the first pictures in this object and in ``more``, for people to look at."""
+        """Return JPEG thumbnails of the first pictures in this object and in ``more``, for the logs."""
         return []
 
     @property
@@ -122,7 +122,9 @@ class WithMedia:
     media: Media | None
 
     def followed_by(self: Any, ids: Sequence[int], media: Media | None = None) -> Any:
-        """Return the input with ``ids`` appended. Positions in ``media`` count from the start of ``ids``."""
+        """Return the input with the tokens ``ids`` and their content ``media`` appended.
+
+        Token positions in ``media`` count from the start of ``ids``."""
         last = media or self.media
         joined = None if last is None else last.followed_by(self, ids, media)
         return dataclasses.replace(self, ids=(*self.ids, *ids), media=joined)
@@ -137,7 +139,7 @@ class WithMedia:
 
     @property
     def content(self) -> bytes:
-        """Digest of the content that isn't text. It is empty for plain text."""
+        """Digest of the images and other content that isn't text. Plain text has an empty digest."""
         return b"" if self.media is None else self.media.digest.encode()
 
 
@@ -148,7 +150,7 @@ class RowRider:
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the rider for some of the row's tokens and labels. ``labels`` are indices in host memory."""
+        """Return the rider for a part of the row: a slice of its tokens, and the indices ``labels`` (on the CPU)."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:
@@ -156,7 +158,7 @@ class RowRider:
         return row
 
     def padded(self, tokens: int) -> Self:
-        """Return the rider of the row with ``tokens`` padding tokens appended."""
+        """Return the rider for the row after ``tokens`` padding tokens have been appended."""
         return self
 
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -177,7 +179,7 @@ def first(riders: Sequence[Any], kind: type[T]) -> T | None:
 
 
 def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> tuple[Rider, ...]:
-    """Join the riders of a completion that several engine requests wrote."""
+    """Join the riders of a completion's parts by `Rider.of_turns`. ``parts``: riders and number of tokens of each."""
     kinds = dict.fromkeys(type(rider) for riders, _ in parts for rider in riders)
     joined = (kind.of_turns([(first(riders, kind), length) for riders, length in parts], prompt) for kind in kinds)
     return tuple(rider for rider in joined if rider is not None)

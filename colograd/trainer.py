@@ -188,13 +188,14 @@ class GRPOTrainer(TrainerBase):
         return self.sampler.generate(prompts)
 
     def score(self, group: Group) -> torch.Tensor:
-        """Compute one group's rewards [G, R], float32, one column per reward function. NaN: it abstained."""
+        """Compute one group's rewards [G, R], float32, one column per reward function. NaN: the function abstained."""
         return self.sampler.begin_scoring([group]).result()
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Convert one group's rewards [G, R] to advantages: [G], or [sum of lengths] with one per completion token.
         With `scale_rewards` batch or batch_centered, or `multi_objective_aggregation: normalize_then_sum`, the trainer
-        later divides them by a standard deviation over the step. A rollout source may change a group's advantages."""
+        later divides advantages by a standard deviation over the step. A rollout source may change
+        a group's advantages."""
         advantages = self.estimator.of_group(rewards)
         if (add := self.feature.add_advantages) is None:
             return advantages
@@ -230,7 +231,7 @@ class GRPOTrainer(TrainerBase):
 
     def decode(self, group: Group) -> list[str]:
         """Return the texts of a group's completions, [G], for rewards and logs. Special tokens are removed. If
-        `generation_kwargs` has ``skip_special_tokens: false``, only the end token of a finished completion is."""
+        `generation_kwargs` has ``skip_special_tokens: false``, only a final end token is removed."""
         options: Any = self.args.generation_kwargs or {}
         tokenizer, ids = self.policy.tokenizer, [list(rollout.completion_ids) for rollout in group.rollouts]
         if not (skips := options.get("skip_special_tokens", True)):
@@ -244,8 +245,9 @@ class GRPOTrainer(TrainerBase):
 
     @ends_together("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train like `transformers.Trainer.train`. Ctrl-C or a signal (`stop_signals`) makes it write a checkpoint and
-        end. If the checkpoint to resume from is of the run's last step, it is loaded and nothing is trained.
+        """Train like `transformers.Trainer.train`. Ctrl-C or a signal (`stop_signals`) ends the training, with a
+        checkpoint if possible. If the checkpoint to resume from is of the run's last step, it is loaded
+        and nothing is trained.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder. ``"auto"`` resumes from the run's last complete checkpoint,
@@ -259,12 +261,12 @@ class GRPOTrainer(TrainerBase):
         self.round.forget()
         self.sampler.take_counts()
         if self.engine is not None:
-            self.engine.invalidate()  # Equal step counts of two calls may stand for different weights.
+            self.engine.invalidate()  # At an equal step, two calls of `train` may have different weights.
         with self.recorder.run():
             checkpoint, finished = self._begin_training(resume_from_checkpoint)
             if finished is not None:
                 return finished
-            output = None  # It stays None if a signal with a deadline ends the training within a round.
+            output = None  # `output` stays None if a signal with a deadline ends the training within a round.
             with self.checkpointer.during_training():
                 output = super().train(checkpoint, *args, **kwargs)
             if self.args.keeps_journal:

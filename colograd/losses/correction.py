@@ -15,7 +15,7 @@ MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
 MASKED_TOKENS = "sampling/masked_tokens_share"
 SIGNED, SQUARE = "/signed", "/square"  # Moments that `finish_mismatch` converts to `/std`.
-LARGEST = 30.0  # Bound of log-ratios in metrics (nats): a ratio's square fits into float32.
+LARGEST = 30.0  # Bound of log-ratios in metrics, in nats, so that squared ratios fit into float32.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torc
 def sampling_metrics(
     tokens: Tokens, correction: SamplerCorrection | None, difference: torch.Tensor, to_sampler: torch.Tensor
 ) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's metrics of sampler against trainer over the tokens in the loss: sums with counts, minima, maxima.
+    """Compute metrics of sampler against trainer over the tokens in the loss: sums with counts, minima, maxima.
 
     Args:
         difference: (N,), the old log-probabilities minus the sampler's, as `known` returns them.

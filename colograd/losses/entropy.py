@@ -1,6 +1,6 @@
 """Entropy values of a whole step: the threshold of `top_entropy_quantile`, and the entropy bonus's coefficient.
 
-TRL computes the quantile and the mean per micro-batch, so its update depends on the division into micro-batches.
+TRL computes both per micro-batch, so TRL's update depends on the division into micro-batches.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def with_step_entropy(
     """Return the step with `StepConstants` on its rows. A collective.
 
     Args:
-        entropies: runs an additional forward of a micro-batch, because the first loss of a step with several
-            micro-batches needs the threshold of `top_entropy_quantile`, and so the entropies of all tokens.
+        entropies: function that computes a micro-batch's entropies by an additional forward. It is called only with
+            `top_entropy_quantile` < 1 and several micro-batches: the threshold needs the entropies of all tokens.
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
@@ -52,7 +52,7 @@ class EntropyController(TrainerCallback):
     """Callback with the entropy bonus's coefficient: constant, or adapted (Skywork-OR1, arXiv 2505.22312).
 
     With `use_adaptive_entropy` a mean entropy above ``entropy_target`` lowers the coefficient, and the next step has no
-    bonus. A lower entropy raises the coefficient. Checkpoints store the coefficient in trainer_state.json."""
+    bonus. Any other mean entropy raises the coefficient. Checkpoints store an adapted coefficient."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config

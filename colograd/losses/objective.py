@@ -28,7 +28,7 @@ from .tokens import (
     summed,
 )
 
-QUANTILE_LIMIT = 2**24  # Number of elements above which torch.quantile fails.
+QUANTILE_LIMIT = 2**24  # torch.quantile fails for more elements.
 BONUS_ENTROPY = "entropy/bonus"  # Metric, not logged: mean entropy of the tokens with the entropy bonus.
 
 
@@ -53,19 +53,19 @@ class LossTerm:
         return ""
 
     def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
-        """Return the wrappers of the policy's forward that compute values for this term."""
+        """Return wrappers of the policy's forward that compute this term's ``values``."""
         return ()
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        """Return the step with changed advantages. Reference and teacher models have filled the rows already."""
+        """Return the step with advantages that this term changes. Rows have the reference's and teachers' values."""
         return step
 
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with the values of the whole step that this term needs on its rows. A collective."""
+        """Add values of the whole step that this term needs to each row. Return the step. A collective call."""
         return step
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Return the micro-batch with this term's changes. ``old``: the old policy's log-probabilities (N,)."""
+        """Change the micro-batch before its loss is computed. ``old``: log-probabilities (N,) of the old policy."""
         return batch
 
     def of_tokens(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -81,7 +81,7 @@ class LossTerm:
         return {}
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
-        """Return this term's share of a step's loss, computed from the metrics. `policy_loss` lacks that share."""
+        """Compute this term's share of a step's loss from the metrics. The metric `policy_loss` excludes the share."""
         return 0.0
 
 
@@ -136,7 +136,7 @@ class Objective:
         self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch,
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> LossOutput:  # fmt: skip
-        """Compute the metrics and the loss of a micro-batch, a sum over its tokens.
+        """Compute the loss of a micro-batch, a sum over tokens, and metrics.
 
         Args:
             logprobs: the policy's log-probabilities, (N,) in nats. In an on-policy step they are the old ones, too.
@@ -147,7 +147,7 @@ class Objective:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:
             batch = term.before(old, batch)
-        # A token that wasn't sampled may be so unlikely that it would change a mean: tokens outside the loss get 0.
+        # Tokens outside the loss get 0: the ratio of a token that wasn't sampled could be extreme and change a mean.
         log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
         of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
         of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
@@ -166,7 +166,7 @@ class Objective:
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
             threshold: float | torch.Tensor | None = batch.step_constants.threshold
-            if threshold is None:  # This row is the whole step.
+            if threshold is None:  # None: this row is the whole step.
                 counted = entropy.detach().float().where(batch.loss_mask > 0, torch.nan)
                 threshold = counted.nanquantile(1 - self.top_entropy_quantile)
             chosen = chosen * (entropy.detach() >= threshold).to(batch.loss_mask.dtype)

@@ -28,7 +28,7 @@ MOST_WEIGHT = 20.0  # Default upper bound of a token's weight in the DPPO loss, 
 
 
 def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -> torch.Tensor:
-    # Numbers copied from the host would make the host wait for the device.
+    # `new_full` makes the numbers on the device. A copy from the host would make the host wait.
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
@@ -175,7 +175,7 @@ class VESPOLoss(TokenLoss):
         return {"vespo/phi_seq_mean": tokens.mean(self.phi(tokens), per_sequence=True)}, {}, {}
 
 
-# `bnpo` is TRL's average over the tokens of a micro-batch. Over the tokens of a whole step it equals `dapo`.
+# TRL's `bnpo` averages over a micro-batch's tokens. Here averages are over a whole step: `bnpo` equals `dapo`.
 LOSSES: dict[str, type[TokenLoss]] = {
     "dapo": DAPOLoss, "bnpo": DAPOLoss, "grpo": GRPOLoss, "dr_grpo": DrGRPOLoss, "luspo": LUSPOLoss,
     "cispo": CISPOLoss, "sapo": SAPOLoss, "vespo": VESPOLoss, "gmpo": GMPOLoss, "dppo": DPPOLoss,

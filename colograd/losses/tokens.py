@@ -1,7 +1,7 @@
 """`Tokens`, the values that a loss reads; `TokenLoss`, the base of all losses; and the clipped loss of PPO and GRPO.
 
 A `TokenLoss` defines the loss of one token, the average over tokens, and metrics. The average is a weighted sum over a
-micro-batch's tokens, divided by a denominator of the whole step, so that the update doesn't depend on micro-batches.
+micro-batch's tokens, divided by a denominator of the whole step. So the update doesn't depend on the micro-batches.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class OverCompletions(TokenLoss):
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's clip metrics: the shares of tokens whose gradient a bound removes, and extremes over completions.
+    """Compute TRL's clip metrics: shares of tokens without gradient by a bound, and the completions' extreme shares.
 
     Args:
         below: (N,) bool, tokens below the lower bound.

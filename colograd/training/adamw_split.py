@@ -23,14 +23,15 @@ from ..policy.sending import to_device_async
 from ..runtime import registry
 from ..sharding.strategy import Owned
 
-# Master weights that torch's AdamW updates at one time. On a CPU torch's temporaries for them fit into the cache
-# (updating whole tensors of SmolLM2-135M took 2.5 times as long). A GPU is faster with few, large kernels.
+# Number of master weights in one call of torch's AdamW. On a CPU torch's temporaries then fit into the cache: whole
+# tensors of SmolLM2-135M took 2.5 times as long. A GPU is faster with few, large kernels.
 CPU_PIECE = 2**18
 GPU_PIECE = 2**24
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {**dict.fromkeys(MOMENTS, torch.float32), "remainder": torch.int16}
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
-# (bfloat16 parameter, grad, exp_avg, exp_avg_sq, int16 remainder, constants) -> None: an AdamW step in place.
+# Function that takes one AdamW step in place. Its arguments: bfloat16 parameter, gradient, first and second moment,
+# int16 remainder, and the result of `step_constants`.
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ logger = logging.getLogger(__name__)
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a float32 tensor without loss into a bfloat16 tensor and an int16 remainder.
 
-    Rounding is to nearest, with ties away from zero: with ties to even a remainder may not fit 16 bits."""
+    The bfloat16 values are rounded to nearest, with ties away from zero. With ties to even, a remainder could be 2^15,
+    which doesn't fit into int16."""
     bits = master.contiguous().view(torch.int32)
     high = (bits + 0x8000).bitwise_right_shift_(16)
     parameter = high.to(torch.int16).view(torch.bfloat16)
@@ -59,8 +61,8 @@ class Piece(NamedTuple):
     grad: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    remainder: torch.Tensor | None  # None for a float32 parameter.
-    step: torch.Tensor  # Number of optimizer steps of the whole parameter, float32 of shape ().
+    remainder: torch.Tensor | None  # `remainder` is None for a float32 parameter.
+    step: torch.Tensor  # `step` is the number of optimizer steps, float32 (), of the whole parameter.
 
     def is_flat(self) -> bool:
         return all(tensor.is_contiguous() for tensor in self[:5] if tensor is not None)
@@ -87,7 +89,7 @@ class AdamWSplit(torch.optim.Optimizer):
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
         compiled: whether to use one fused kernel per tensor (`fused_step`). None means only on a GPU with Triton,
-            because torch.compile doesn't vectorise int16 on a CPU: five times the time of torch's fused AdamW.
+            because torch.compile doesn't vectorise int16 on a CPU: it took five times as long as torch's fused AdamW.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class AdamWSplit(torch.optim.Optimizer):
             assert grad is not None
             exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
             whole = Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
-            # torch.compile would compile a second kernel for tensors with one element.
+            # One-element tensors use torch's AdamW, because torch.compile would compile a second kernel for them.
             if kernel is not None and whole.remainder is not None and parameter.numel() > 1 and whole.is_flat():
                 fused.append(whole)
                 whole.step.add_(1)
@@ -139,7 +141,7 @@ class AdamWSplit(torch.optim.Optimizer):
 
         def by_torch(bucket: Sequence[Piece]) -> None:
             masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
-            # torch's AdamW counts `steps` up. The slices of a tensor share one count, so they get copies.
+            # torch's AdamW increments step counts in place. The slices of a tensor share a count, so each gets a copy.
             grads, steps = [piece.grad.float() for piece in bucket], [piece.step.clone() for piece in bucket]
             exp_avgs, exp_avg_sqs = [piece.exp_avg for piece in bucket], [piece.exp_avg_sq for piece in bucket]
             adamw(
@@ -182,7 +184,9 @@ class AdamWSplit(torch.optim.Optimizer):
         return torch.empty_like(parameter, dtype=DTYPES[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch's AdamW. Torch would cast the state to the parameter's dtype."""
+        """Load a state dict of this class or of torch's AdamW, with float32 moments and int16 remainders.
+
+        `torch.optim.Optimizer.load_state_dict` would cast them to the parameter's dtype."""
         known = {*self.param_groups[0], "initial_lr"}
         groups = [{k: v for k, v in group.items() if k in known} for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -212,7 +216,7 @@ class AdamWSplit(torch.optim.Optimizer):
 def step_constants(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, device: torch.device
 ) -> torch.Tensor:
-    """Compute the constants of a step as a tensor, because torch.compile would compile anew for a new Python number.
+    """Compute the constants of an AdamW step. torch.compile would recompile for new Python numbers, not for a tensor.
 
     Returns:
         [7] float32: decay factor, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias correction, eps, and
@@ -232,7 +236,7 @@ def fused_step(
 
     Args:
         high: int16, the bits of the bfloat16 parameter.
-        remainder: int16; with ``high`` the float32 master, see `join_master`.
+        remainder: int16; `join_master` joins it with ``high`` to the float32 master weight.
         constants: [7] float32, the result of `step_constants`.
     """
     decay, weight1, beta2, weight2, root, eps, size = constants.unbind()
@@ -267,7 +271,7 @@ def compiled_step() -> Kernel:
 
     def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
         *state, constants = others
-        # `.data` removes a view's reference to its base tensor. Otherwise Dynamo would compile for each base shape.
+        # `.data` of a view has no reference to the base tensor. Dynamo would recompile for each shape of a base tensor.
         compiled(parameter.view(-1).view(torch.int16).data, *(tensor.view(-1).data for tensor in state), constants)
 
     return run
@@ -289,7 +293,9 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
 
 @torch.no_grad()
 def join_remainders(optimizer: torch.optim.Optimizer) -> None:
-    """Convert state that `AdamWSplit` saved, for parameters that ``optimizer`` doesn't split."""
+    """Remove int16 remainders from loaded state, for parameters that ``optimizer`` doesn't split.
+
+    A remainder of a float32 parameter is added to the parameter."""
     splits = isinstance(optimizer, AdamWSplit)
     saved_split = [
         parameter
@@ -297,7 +303,7 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
         if "remainder" in state and not (splits and parameter.dtype == torch.bfloat16)
     ]
     for parameter in saved_split:
-        remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast the int16 remainder to float32
+        remainder = optimizer.state[parameter].pop("remainder")  # cast below, as torch may have loaded it as float32
         if parameter.dtype == torch.float32:
             parameter.copy_(join_master(parameter.bfloat16(), remainder.to(torch.int16)))
     if not saved_split or splits:
@@ -316,9 +322,9 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
-    """Return class and keyword arguments of the optimizer, or None if transformers makes it.
+    """Return class and keyword arguments of the optimizer, or None if transformers chooses them.
 
-    The hook "optimizer": (args, model) -> None, or a subclass of `AdamWSplit` and additional keyword arguments."""
+    A hook ``optimizer`` is a function (args, model) -> None, or (subclass of `AdamWSplit`, more keyword arguments)."""
     if args.optim not in KEEPS_MASTER:
         return None
     choices: dict[str, bool | None] = {"": None, "compiled=true": True, "compiled=false": False}

@@ -37,7 +37,7 @@ from .preparation import PreparedRun, Prompts, longest_completion, proof_prompts
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts of a run around its policy. If nothing is sampled, the last three are None."""
+    """The parts of a run except the policy. Without sampling `engine`, `weights` and `device_turns` are None."""
 
     memory_plan: MemoryPlan
     second_models: SecondModels
@@ -51,7 +51,7 @@ def assemble(
 ) -> Assembly:
     """Build engine, weight sync and second models, and move the policy to its device. A collective call.
 
-    An extension's hook ``context`` checks the tokens of the longest sequence: (config, policy, tokens) -> None."""
+    A hook ``context`` is a function (config, policy, tokens) -> None. It checks the maximum tokens of a sequence."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
@@ -133,7 +133,7 @@ def engine_alone(
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
     if (name := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
         dtype = getattr(torch, str(name).removeprefix("torch."))
-    kv_bytes = 0  # 0: vLLM chooses the size of the KV cache.
+    kv_bytes = 0  # 0 bytes means that vLLM chooses the size of the KV cache.
     with on_all_ranks("the engine"):
         if config.on_cpu:
             ranks = config.vllm_tensor_parallel_size
@@ -150,7 +150,9 @@ def engine_alone(
 
 
 def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool = True) -> None:
-    """Choose sharding, offloading and gradient checkpointing by memory, where the user left them open. A collective."""
+    """Choose sharding, offloading and gradient checkpointing by available memory. A collective call.
+
+    Values that the user has set stay."""
     if config.sharding == "auto":
         run = read_run(config, prepared, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
@@ -192,12 +194,14 @@ def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunD
 
 
 def sampled_together(config: GRPOConfig) -> int:
-    """Return how many completions this rank's vLLM engine samples at one time for training."""
+    """Return the maximum number of completions that this rank's vLLM engine samples at one time for training."""
     return config.groups_in_flight * (config.num_generations or 1)
 
 
 def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
-    """Return how many completions this rank's vLLM engine samples at one time, in training or any evaluation."""
+    """Return the maximum number of completions that this rank's vLLM engine samples at one time.
+
+    It covers training and all evaluations."""
     engines, each = config.layout.data_size, config.eval_generations()
     evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in prompts[1:])
     return max(sampled_together(config), *evaluated, 1)
@@ -211,8 +215,9 @@ def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
 def choose_kernels(learner: Learner, closing: ExitStack) -> None:
     """Install fused kernels and compiled layers in the policy and in second models of its architecture. A collective.
 
-    Hooks: ``kernels`` is config -> None or install; install is (model, other models) -> function that removes the
-    kernels. ``uncompiled`` is model -> None and excludes layers from compilation."""
+    A hook ``kernels`` is a function config -> None or install. ``install`` is a function (policy, second models) ->
+    function that removes the kernels. A hook ``uncompiled`` is a function model -> None that excludes layers from
+    compilation."""
     args, model = learner.config, learner.model
     models = (second.model for second in learner.second_models.values() if second.of_policy)
     others = [each for each in models if unwrap(each) is not unwrap(model)]
@@ -231,10 +236,12 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
 
 
 def prove_rows(learner: Learner, prompts: Sequence[ModelInput]) -> None:
-    """Check that packed rows give the model's own log-probabilities, or else padded rows. A collective."""
+    """Check that packed rows give the model's own log-probabilities. If they don't, choose padded rows.
+
+    A collective call."""
     args, device, seconds = learner.config, learner.config.device, learner.second_models.values()
     if args.on_cpu and not (args.bf16 or args.torch_compile or args.sequence_parallel_size > 1):
-        return  # `prepare` has checked the rows with the same kernels.
+        return  # `prepare` has already checked packed rows with these kernels.
     with learner.hooks.compute_loss_context_manager():
         others = [second.model for second in seconds if second.of_policy]
         why = choose_rows_where_it_trains(learner.model, device, others, prompts)

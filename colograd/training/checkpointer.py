@@ -1,8 +1,8 @@
 """`Checkpointer`: saves checkpoints during training, finds the checkpoint to resume from, and loads it.
 
 A save in the background copies the tensors into host memory. A thread then writes the copies to the disk (see
-`checkpoint.writing`) while the next steps train. At the end of a step, the ranks exchange whether their files are
-written.
+`checkpoint.writing`) while the next steps train. At the end of each step, every rank sends the other ranks whether
+its files are written.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ from ..sharding.weight_files import float32_weights, load_renamed, load_whole, s
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
-OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # A resumed run takes these from its recipe.
-RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that go on from the saved learning rate.
-PATIENCE = 10.0  # Seconds after which a save that still runs no longer delays the next one, which is skipped.
+# Optimizer settings that a resumed run takes from its recipe, not from the checkpoint.
+OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
+RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that continue from a checkpoint's learning rate.
+PATIENCE = 10.0  # Maximum seconds of a running save that the next save waits for. After that the next is skipped.
 
 
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
-    """Let a stop signal except Ctrl-C end all ranks at once outside of the training, until `closing` is closed."""
+    """Install signal handlers: a stop signal such as SIGTERM ends all ranks at once outside of the training.
+
+    Ctrl-C raises KeyboardInterrupt as usual. ``closing`` removes the handlers."""
     status = args.exit_status_after_stop
     stop = StopSignal.outside_training(args.stop_signals, TERMINATED if status is None else status, faults.tell_stop)
     faults.stop_listeners[:] = [stop.stop]
@@ -68,15 +71,15 @@ class Checkpointer(TrainerCallback):
         status = exit_status(args.exit_status_after_stop, os.environ)
         self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
         self.stop_signal.tell, self.stop_signal.leave = faults.tell_stop, faults.leave
-        self._newest = 0  # Optimizer step of this run's newest checkpoint, written or still being written.
+        self._newest = 0  # Optimizer step of this run's last checkpoint, which may still be in writing.
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles(self.args.device)
         self._in_background = False
-        self._why_in_foreground = ""  # Last printed reason why training waits for a save.
-        self._is_due = False  # Whether a save is postponed until the last step before the next generation.
+        self._why_in_foreground = ""  # Reason why training waits for a save, as last printed.
+        self._is_due = False  # Whether a save is postponed to the end of the round: before the next generation.
         self._failures_in_a_row = 0
-        self._best_before: str | None = None  # Folder of the best checkpoint before the present save.
+        self._best_before: str | None = None  # Folder of the best checkpoint before the running save.
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
 
     def _resolve_folders(self) -> bool:
@@ -100,7 +103,7 @@ class Checkpointer(TrainerCallback):
 
     def find(self, wanted: str | bool | None) -> str | None:
         with on_all_ranks("the search for a checkpoint"):
-            if self.args.should_save:  # may restore a checkpoint that a killed run was replacing
+            if self.args.should_save:  # `sweep` may restore a checkpoint that a killed run was replacing
                 folders.sweep(self.args.output_dir)
         args, self._is_due, self._failures_in_a_row = self.args, False, 0
         path, self._damaged = search(
@@ -119,9 +122,9 @@ class Checkpointer(TrainerCallback):
                 if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
                     was, now = changed["learning_rate"]
                     raise ValueError(
-                        f"learning_rate is {now}, but {checkpoint} was trained with {was}, and the rate of "
-                        f"lr_scheduler_type {kind} continues from the checkpoint's: set {was}, or choose a schedule "
-                        "that counts steps."
+                        f"learning_rate is {now}, but {checkpoint} was trained with {was}, and "
+                        f"lr_scheduler_type {kind} continues from the checkpoint's learning rate: set learning_rate: "
+                        f"{was}, or an lr_scheduler_type that computes the rate from the step."
                     )
             if changed:
                 listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
@@ -138,7 +141,7 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """Turn a stop signal into a checkpoint and an end of the training, and finish all saves at its end."""
+        """End the training at a stop signal, with a checkpoint if possible. At the end, finish all saves."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
@@ -148,7 +151,7 @@ class Checkpointer(TrainerCallback):
             try:
                 with sampling:
                     yield
-            except Stopped:  # The deadline of a stop cut the training on all ranks.
+            except Stopped:  # A stop signal with a deadline interrupted the round, on all ranks.
                 self._save_after_cut()
             self.settle(wait=True)
             ends_by_error = False
@@ -158,8 +161,8 @@ class Checkpointer(TrainerCallback):
         finally:
             faults.stop_listeners[:] = listeners
             self.finish_alone()
-            # After an error, the launcher may send the other ranks a SIGTERM. With the handler a rank still prints its
-            # error. `GRPOTrainer.close` removes the handler.
+            # After an error on one rank, the launcher may send SIGTERM to the others. Only with the handler installed
+            # does such a rank print its error. `GRPOTrainer.close` removes the handler.
             if not ends_by_error or world_size() == 1:
                 self.stop_signal.remove()
 
@@ -169,7 +172,7 @@ class Checkpointer(TrainerCallback):
         self.settle(wait=False, states=saves)
         stop: str = next(filter(None, stops), "")
         stop_signal.received = stop_signal.received or stop
-        pending = self.trainer.learner.pending  # Checkpoints hold no rollouts, so a save waits for these steps.
+        pending = self.trainer.learner.pending  # Sampled steps to train before a save, as checkpoints have no rollouts.
         if any(cuts) and pending:
             raise Stopped(f"{stop} in the middle of a round")
         due = self._is_due or control.should_save or bool(stop)
@@ -185,10 +188,10 @@ class Checkpointer(TrainerCallback):
             raise Stopped(f"{self.stop_signal.received} while the engine sampled")
 
     def _save_after_cut(self) -> None:
-        """Save the present step, if no checkpoint has it and a run can resume there. A collective."""
+        """Save the last finished step, if it has no checkpoint and a run can resume from it. A collective."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
-        saves_no_state = type(trainer.round).save is PlainRound.save  # other rounds have a state of their middle
+        saves_no_state = type(trainer.round).save is PlainRound.save  # other rounds have state, now incomplete
         is_new = step > self._newest and not trainer.learner.pending and saves_no_state
         trainer.console.warn(
             f"{name}: the round was cut, as its time is over; the rollout log, unless it is off, has its scored groups"
@@ -200,14 +203,14 @@ class Checkpointer(TrainerCallback):
         trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._is_due:  # a callback ended the run before the last step between two generations
+        if self._is_due:  # a callback ended the run within a round, so the postponed save can't happen
             self.trainer.console.warn(
                 f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round. A run can't "
                 "resume there, so no checkpoint is written: save_model() saves the weights."
             )
 
     def save(self) -> bool:
-        """Start to save a checkpoint of this step. Return whether it is written or being written. A collective call."""
+        """Save a checkpoint of this step. Return True if it is written, or a thread still writes it. A collective."""
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if trainer.learner.pending:
             self._is_due = True
@@ -266,13 +269,13 @@ class Checkpointer(TrainerCallback):
         if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
             state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         sources: dict[str, Source]
-        if self._in_background:  # `write_tensors` puts tensors into `_host_files`; only small files are in the folder
+        if self._in_background:  # tensors go to `_host_files`, so the folder gets only small files
             with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as temporary:
                 self._write_contents(folder := Path(temporary))
                 sources = {name: (folder / name).read_bytes() for name in files_of(folder)}
                 for path, image in self._host_files.take().items():
                     sources[path.relative_to(folder).as_posix()] = image
-        else:  # the folder is on the checkpoint's file system, so that the files can be moved into the checkpoint
+        else:  # this folder is on the file system of the checkpoint, so that files can be moved to the checkpoint
             folder = aside / f"rank-{rank()}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -320,7 +323,7 @@ class Checkpointer(TrainerCallback):
         if (file := folder / SAFE_WEIGHTS_NAME).is_file():
             with safe_open(file, framework="pt", device="cpu") as opened:
                 names = [*opened.keys()]
-        if names:  # none for an adapter and for sharded weights
+        if names:  # `names` is empty for an adapter and for sharded weights
             index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
         settings = run_settings(self.args, trainer.rewards, trainer.feature.digests())
@@ -332,7 +335,7 @@ class Checkpointer(TrainerCallback):
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
-            # Groups sampled since the second-to-last checkpoint stay, because the last checkpoint may be damaged.
+            # The journal keeps groups sampled since the second-to-last checkpoint, as the last one may be damaged.
             complete = [one for one in folders.complete_steps(self.args.output_dir) if one <= step]
             sound = [one for one in complete if one not in damaged]
             if len(sound) > 1:
@@ -340,17 +343,25 @@ class Checkpointer(TrainerCallback):
 
     @property
     def write_tensors(self) -> Any:
-        """Function with `save_file`'s signature that writes to a file, or in a background save to host memory."""
+        """Function like safetensors' `save_file`: it writes to a file, or in a background save to host memory."""
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Host buffers of a background save, by weight name. `write_tensors` doesn't copy a weight that lies in one."""
+        """Buffers in host memory for a background save, by weight name; empty for other saves.
+
+        `write_tensors` doesn't copy a weight that is already in its buffer."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
-        """Finish the present save if all ranks have ended it. Return False if it failed or still runs. A collective.
+        """Finish the running save if all ranks have written their files. A collective call.
 
-        ``states``: `Writer.state` of each rank. None: exchange it."""
+        Args:
+            wait: whether to wait for the save.
+            states: `Writer.state` of each rank. None means that this call gathers them.
+
+        Returns:
+            False if the save failed or is still running; else True, also if there is no save.
+        """
         save = self.writer.present
         if save is None:
             return True
@@ -365,10 +376,10 @@ class Checkpointer(TrainerCallback):
         error = next(filter(None, states), "")
         if unknown is None:
             shutil.rmtree(save.aside.parent / f"rank-{rank()}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # folders of other ranks may be in it
+            with contextlib.suppress(OSError):  # not empty while it has folders of other ranks
                 save.aside.parent.rmdir()
         else:
-            self._host_files = HostFiles(self.args.device)  # a thread may still read the old buffers
+            self._host_files = HostFiles(self.args.device)  # new buffers, as the thread may still read the old ones
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
         if error:
             self._fail(save.step, error)
@@ -378,7 +389,7 @@ class Checkpointer(TrainerCallback):
         return True
 
     def finish_alone(self) -> None:
-        """Finish the background save without the other ranks, which may have died."""
+        """Finish the background save without a collective call, because other ranks may have died."""
         if not self.writer.finish_alone():
             self._host_files = HostFiles(self.args.device)
 
@@ -390,8 +401,8 @@ class Checkpointer(TrainerCallback):
         if failures >= most:
             raise RuntimeError(
                 f"The run ends, because {failures} checkpoints in a row couldn't be written (step {step}: "
-                f"{error}; save_failures: {most}). All earlier checkpoints are complete. Remove the cause, e.g. free "
-                "disk space, and resume with `resume_from_checkpoint: auto`."
+                f"{error}; save_failures: {most}). Remove the cause, e.g. free disk space, and resume from the last "
+                "complete checkpoint with `resume_from_checkpoint: auto`."
             )
         self.trainer.console.warn(
             f"checkpoints: checkpoint-{step} couldn't be written ({error}): training goes on without it "
@@ -412,15 +423,15 @@ class Checkpointer(TrainerCallback):
                 usual()
 
     def load_optimizer(self, checkpoint: str) -> None:
-        """Load optimizer and schedule from a checkpoint of any number of ranks and any sharding strategy.
+        """Load optimizer and schedule. The checkpoint may have another number of ranks or another sharding strategy.
 
-        Float32 weights become split master weights (see `adamw_split`) bit for bit, and the reverse."""
+        Float32 weights and split master weights (see `adamw_split`) are converted into each other without loss."""
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
         schedule: Any = self.trainer.lr_scheduler
         made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
         base_rates = getattr(schedule, "base_lrs", None)
         with loading(checkpoint, "the optimizer's state"):
-            # Map to the CPU, because torch refuses transformers' `map_location` on several ranks of a CPU.
+            # `map_location` is the CPU, because torch refuses transformers' choice on several ranks of a CPU.
             read = functools.partial(torch.load, map_location="cpu", weights_only=True)
             if not sharding.load_optimizer(optimizer, folder):
                 optimizer.load_state_dict(read(folder / OPTIMIZER_NAME))

@@ -1,4 +1,4 @@
-"""Evaluate a policy: sample and score prompts, then compute metrics, pass@k and the loss."""
+"""Evaluate a policy: sample completions of prompts, score them, then compute metrics, pass@k and the loss."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import RolloutStatistics
 from .learner import Learner, loss_pass, step_batch
 
-EVALUATION_TOKENS = 4096  # Maximum tokens of an evaluation's micro-batch before the token budget is measured.
+EVALUATION_TOKENS = 4096  # Maximum tokens of a micro-batch in an evaluation before `Learner.measure_budget`.
 
 
 def evaluate_prompts(trainer: Any, prompts: Any, name: str) -> dict[str, float]:
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
-    if not isinstance(prompts, PromptDataset):  # a benchmark, which evaluates itself
+    if not isinstance(prompts, PromptDataset):  # a benchmark has its own `evaluate`
         of_benchmark: dict[str, float] = prompts.evaluate(trainer, name)
         return of_benchmark
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
@@ -70,9 +70,10 @@ def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:
 
 
 def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
-    """Estimate pass@k for k = 1, 2, 4 ... from (number of scored completions, number of passes) of each prompt.
+    """Estimate pass@k for k = 1, 2, 4 ... from pairs (scored completions, passes), one per prompt.
 
-    pass@k is the mean of `chance_of_pass` over the prompts with at least k scored completions."""
+    pass@k is the mean of `chance_of_pass` over the prompts with at least k scored completions.
+    ``most`` is the number of completions per prompt."""
     sizes = (2**power for power in range(most.bit_length()))
     chances = {k: [chance_of_pass(n, c, k) for n, c in passes if n >= k] for k in sizes}
     return {f"pass@{k}": sum(of_prompts) / len(of_prompts) for k, of_prompts in chances.items() if of_prompts}

@@ -38,7 +38,7 @@ from ..sharding import ShardingStrategy
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
     return PackingRules(
-        max_tokens=config.token_budget,  # 0: `Learner.measure_budget` measures it.
+        max_tokens=config.token_budget,  # 0 until `Learner.measure_budget` has measured the budget.
         mask_truncated=config.mask_truncated_completions,
         skip_without_signal=not objective.every_group,
         share_prompts=not policy.why_padded,
@@ -62,8 +62,11 @@ def step_batch(
 ) -> StepBatch:
     """Balance a step's groups over ranks, pack them, and sum counts over ranks. A collective call.
 
-    ``statistics`` are of this rank's groups; ``tell`` gets the joined statistics of all ranks. ``groups`` are the
-    groups to pack, by default the groups that ``rules`` don't skip."""
+    Args:
+        statistics: statistics of this rank's groups.
+        tell: function that gets the joined statistics of all ranks.
+        groups: the groups to pack, by default the groups that ``rules`` don't skip.
+    """
     with times.phase("pack"):
         moved = 0
         if groups is None:
@@ -87,7 +90,7 @@ def step_batch(
         "train/micro_batches": float(micro_batches),
         "train/moved_groups": float(moved),
         "train/sampled_tokens": float(sum(sampled.lengths)),
-        # Like TRL's `num_tokens`: tokens of prompts, and tokens that the model sampled.
+        # TRL's `num_tokens`: tokens of prompts and completions.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
     return StepBatch(rows, in_loss, completions, metrics, tuple(groups), counted=counted)
@@ -101,12 +104,15 @@ def loss_pass(
     passed: Callable[[int], None] = lambda tokens: None,
     metrics: Metrics | None = None,
 ) -> Metrics:
-    """Run forward and backward of this rank's untrained micro-batches of a step. Return metrics and summed loss.
+    """Run forward and backward of this rank's micro-batches of a step that aren't trained yet.
 
     Args:
         sharding: strategy that runs the backward. None means that only the forward runs.
         passed: function that gets the number of tokens of each finished micro-batch.
-        metrics: metrics of micro-batches that are trained already. The new metrics are added to this object.
+        metrics: metrics of the micro-batches that are trained already.
+
+    Returns:
+        ``metrics`` with the metrics of this call added. The metric ``loss`` is the sum over micro-batches.
     """
     metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
@@ -120,11 +126,11 @@ def loss_pass(
         losses.append(output.loss)
         if sharding is not None:
             with agree("training"):
-                sharding.backward(loss)  # nothing else refers to the autograd graph, so an error frees it
+                sharding.backward(loss)  # only `loss` refers to the autograd graph, so an error frees the graph
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
         passed(sum(part.num_tokens for part in row.parts))
-    # Reading all losses at the end makes the host wait for the GPU only once.
+    # Losses are read after all backwards, because the host waits for the GPU at each read.
     for index, number in enumerate(numbers(losses) if sharding is not None else (), start=step.trained):
         if not math.isfinite(number):
             raise FloatingPointError(
@@ -154,7 +160,8 @@ def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
 class Learner:
     """Packs scored groups into micro-batches, and computes each optimizer step's gradient over all ranks.
 
-    If a rank runs out of memory in a step, all ranks repeat the step with smaller micro-batches."""
+    If a rank runs out of memory in a step, all ranks repeat the step with smaller micro-batches. A micro-batch with a
+    single completion can't be smaller, so then the run fails."""
 
     hooks: Any  # The `GRPOTrainer`. A subclass may override its `compute_loss`.
     config: GRPOConfig
@@ -169,14 +176,14 @@ class Learner:
         self.model = self.policy.model
         self.reward_names = [reward.name for reward in self.hooks.rewards]
         self.entropy = EntropyController(self.config)
-        self.pending: list[StepBatch] = []  # Packed optimizer steps that aren't trained yet.
-        self.metrics: dict[str, float] = {}  # Metrics of the last trained step, over all ranks.
-        self.figures: dict[str, float] = {}  # Loss and gradient norm of the present step.
+        self.pending: list[StepBatch] = []  # `pending`: packed optimizer steps that aren't trained yet.
+        self.metrics: dict[str, float] = {}  # `metrics`: metrics of the last trained step, over all ranks.
+        self.figures: dict[str, float] = {}  # `figures`: loss and gradient norm of the last trained step.
         self.pack: Callable[..., StepBatch] = step_batch
         self.forward_steps = tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
-        """Pack a round's groups into optimizer steps, and yield these steps `num_iterations` times."""
+        """Pack a round's groups into optimizer steps. Yield these steps in order, `num_iterations` times in all."""
         packing = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [self.pack(*each, *packing) for each in zip(sampled.steps, sampled.statistics, strict=True)]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -188,8 +195,8 @@ class Learner:
                     dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
                     for index, step in enumerate(filled * self.config.num_iterations)
                 ]
-                # Steps that aren't on-policy need the log-probabilities of the weights before any of these steps.
-                rows = dict[int, tuple[PackedRow, ...]]()  # Rows with old log-probabilities, by index in `steps`.
+                # Off-policy steps need the log-probabilities of the weights from before the round's first step.
+                rows = dict[int, tuple[PackedRow, ...]]()  # Index in `steps` -> rows with these log-probabilities.
                 with on_all_ranks("the old log-probabilities"):
                     for number, step in enumerate(scheduled):
                         rollouts = (rollout for scored in step.groups for rollout in scored.group.rollouts)
@@ -208,7 +215,7 @@ class Learner:
             yield self.pending.pop(0)
 
     def with_scores(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add the `scores` that loss terms need to rows, and let the terms change advantages. A collective call."""
+        """Add values of reference and teacher models to rows, then let loss terms change advantages. A collective."""
         phase, autocast = self.events.times.phase, self.hooks.compute_loss_context_manager
         steps = with_second_logprobs(self.second_models, steps, self.config.temperature, phase, autocast)
         for term in self.objective.terms:
@@ -217,7 +224,7 @@ class Learner:
         return steps
 
     def train(self, step: StepBatch) -> float:
-        """Run forward and backward of one optimizer step. Return the loss of the step over all ranks."""
+        """Run forward and backward of one optimizer step. Return the step's loss over all ranks."""
         self.model.train()
         while True:
             try:
@@ -231,7 +238,7 @@ class Learner:
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            # In the `except` block the exception's traceback would still hold activations in memory.
+            # Outside of the `except` block, where the exception's traceback would keep activations in memory.
             step, *self.pending = self._back_off([step, *self.pending], reason)
         with self.events.times.phase("sync"):
             self.sharding.sum_gradients()
@@ -281,7 +288,9 @@ class Learner:
         return lambda row: checked_loss(compute_loss(row), differentiable)
 
     def measure_budget(self) -> None:
-        """Measure how many tokens a micro-batch may have on this GPU, next to vLLM and the optimizer state."""
+        """Measure the maximum tokens of a micro-batch in the memory that vLLM and the optimizer state leave free.
+
+        A token budget that the user has set stays."""
         if self.rules.max_tokens:
             return
         trainer, config = self.hooks, self.config

@@ -34,7 +34,7 @@ from ..runtime import process, registry
 from ..sharding import check_sharding
 from ..weights import check_choice
 
-Prompts = Any  # A `PromptDataset`, or an extension's object with some of its members.
+Prompts = Any  # A `PromptDataset`, or an extension's object with some members of `PromptDataset`.
 NO_FEATURE = SourceFeature()
 
 
@@ -42,8 +42,8 @@ NO_FEATURE = SourceFeature()
 class PreparedRun:
     policy: Policy
     train_prompts: Prompts
-    eval_prompts: Any  # A `PromptDataset` or an extension's benchmark, a dict of them, or None.
-    proof_prompts: list[ModelInput]  # One prompt per kind of content that isn't text, to check packed rows.
+    eval_prompts: Any  # A `PromptDataset`, a benchmark (with its own `evaluate`), a dict of these two, or None.
+    proof_prompts: list[ModelInput]  # Prompts with images and the like, to check packed rows.
     scorer: Scorer
     feature: SourceFeature
     objective: Objective
@@ -57,15 +57,15 @@ class PreparedRun:
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
     """Check the arguments, load the policy, tokenise the prompts. A collective call.
 
-    Hooks: ``trainer_arguments`` is (arguments, config) -> None, ``loaded_policy`` is (policy, config, whether the run
-    samples) -> policy, ``without_rewards`` is config -> whether the run may have no reward function."""
+    Hooks are functions: ``trainer_arguments`` (arguments, config) -> None; ``loaded_policy`` (policy, config, whether
+    the run samples) -> policy; ``without_rewards`` config -> whether the run needs no reward function."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
     with on_all_ranks("the start"):
         check_places(places)
         check_engines(args.layout, places)
-        # These checks need no loaded model.
+        # First the checks that need no loaded model.
         args.check_for_trainer()
         for take in registry.hooks("trainer_arguments"):
             take(given, args)
@@ -81,7 +81,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         for with_models in registry.hooks("reward_models"):
             functions = with_models(functions, given.reward_processing_classes, args)
         functions = as_list(functions)
-        if weights is None or len(weights) == len(functions):  # otherwise `resolve_rewards` raises an error
+        if weights is None or len(weights) == len(functions):  # else `resolve_rewards` raises ValueError
             weights = None if weights is None else [*weights, *[1.0] * len(feature.rewards)]
             functions = [*functions, *feature.rewards]
         needs_none = not (functions or weights) and any(allows(args) for allows in registry.hooks("without_rewards"))
@@ -105,7 +105,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         for check in registry.hooks("evaluation_check"):
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
-        if needs_columns and isinstance(train_prompts, PromptDataset):  # A stream may not know its columns.
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # A streamed dataset may not know its columns.
             check_columns_for(rewards, columns_of(train_prompts.dataset))
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
@@ -136,8 +136,8 @@ def train_prompts_of(
 ) -> Prompts:
     """Tokenise the training dataset.
 
-    Hooks: ``prompts`` is (dataset, rules, config) -> prompts or None, for datasets that aren't a `datasets.Dataset`.
-    ``train_prompts`` is (prompts, config) -> None, and checks or changes prompts."""
+    A hook ``prompts`` is a function (dataset, rules, config) -> prompts, or None for a dataset of another kind. A hook
+    ``train_prompts`` is a function (prompts, config) -> None that checks or changes prompts."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     if isinstance(rows, IterableDataset):
@@ -156,8 +156,8 @@ def eval_prompts_of(
 ) -> Any:
     """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
 
-    The hook ``benchmark`` is (dataset, policy, config, ``context``) -> dataset, or an object with its own `evaluate`.
-    ``context`` is the maximum number of tokens of the vLLM engine, None before it is built."""
+    A hook ``benchmark`` is a function (dataset, policy, config, context) -> dataset, or benchmark with its own
+    `evaluate`. ``context`` is the vLLM engine's maximum tokens of a sequence, None before the engine is built."""
     for replace in registry.hooks("benchmark"):
         dataset = replace(dataset, policy, args, context)
 
@@ -173,9 +173,9 @@ def eval_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns`` to a dataset, or add the prompt column if the rollout source writes prompts.
+    """Apply ``remove_unused_columns`` to a dataset. If the rollout source writes prompts, add a missing prompt column.
 
-    The hook ``prompt_columns`` (config -> names) lists columns that stay."""
+    A hook ``prompt_columns`` is a function config -> names of columns to keep."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
@@ -227,10 +227,10 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return the object of the hook ``prompt_reader`` that reads content of rows that isn't text, or None."""
+    """Return an extension's object that reads images and the like from rows (hook ``prompt_reader``), or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt per kind of content that isn't text, to test the policy's forward."""
+    """Return prompts with content other than text, such as images, to test the policy's forward."""
     return [each for make in registry.hooks("proof_prompts") for each in make(prompts, policy, feature)]

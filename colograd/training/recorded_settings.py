@@ -15,7 +15,7 @@ from ..rollout.features import SourceFeature
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
 AGENT_CODE = "agent_code"
-# Settings that decide which groups are sampled (OF_ROUNDS), and how the weights change (OF_TRAINING).
+# OF_ROUNDS: settings that decide which groups are sampled. OF_TRAINING: further settings that change a training.
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",
@@ -29,7 +29,7 @@ OF_TRAINING = (
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 OF_CARRY_OVER = ("carry_over", "carry_over_max_age")
-# Settings that have equal values in a replay and in the recorded run.
+# Settings that decide how groups are sampled. A replay has the recorded run's values.
 OF_GROUPS = frozenset(
     (*OF_ROUNDS, *OF_CARRY_OVER, "curriculum", *(each.name for each in dataclasses.fields(SamplingKnobs)), REWARD_FUNCS)
 )
@@ -54,7 +54,7 @@ def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: M
 
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
-    # A feature that is off isn't recorded, so that records of versions without the feature stay valid.
+    # Settings of a disabled feature aren't listed, so that logs of versions without the feature stay valid.
     names += [name for name in ("router_replay", "curriculum") if getattr(args, name)]
     names += OF_CARRY_OVER if args.carry_over is not None else ()
     for knobs, used in ((DistillationKnobs, args.distils), (RewardPenaltyKnobs, args.kl_in_reward)):

@@ -42,8 +42,9 @@ from .evaluation import evaluate_prompts
 from .learner import Learner
 from .preparation import eval_prompts_of, train_prompts_of
 
-NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # Settings that `Trainer` changes in a model.
-# Learning rate schedules whose `step` takes the metric of an evaluation.
+# Values of a model's configuration that transformers' `Trainer` changes.
+NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
+# Learning rate schedules that need an evaluation's metric as argument of `step`.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
@@ -60,7 +61,7 @@ class CheckpointConfig:
                 value, token = values.get(name), getattr(self._tokenizer, name, None)
                 stands_in = token is None or (name == "pad_token_id" and token == end)
                 if not stands_in and token not in (value if isinstance(value, list) else [value]):
-                    continue  # The tokenizer's token is new, and the saved model needs it.
+                    continue  # Keep the tokenizer's new special token: the saved model needs it.
                 if name in values:
                     setattr(config, name, value)
                 else:
@@ -80,21 +81,21 @@ class SeamTrainer(Trainer):
     device_turns: Any
     memory_plan: MemoryPlan
     feature: Any
-    _tokenised: tuple[Any, Any]  # The datasets that `train_prompts` and `eval_prompts` come from.
+    _tokenised: tuple[Any, Any]  # The datasets that became `train_prompts` and `eval_prompts`.
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
         self.checkpoint_config.restore()
-        self.model_accepts_loss_kwargs = True  # Otherwise transformers scales the loss.
-        # No DDP: the sharding strategy sums gradients over ranks once per step.
+        self.model_accepts_loss_kwargs = True  # With False transformers would scale the loss.
+        # `accelerate` must not wrap the model in DDP: the sharding strategy sums gradients over ranks.
         self.accelerator.prepare_model = lambda model, **kwargs: model
         self.facts: dict[str, Any] = {}  # Recipe, command, dataset and settings, for the model card and rollout log.
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self._unlogged: list[dict[str, float]] = []  # Metrics of the steps that no log has averaged yet.
+        self._unlogged: list[dict[str, float]] = []  # Metrics of the steps since the last log with a loss.
         self._gathered: dict[str, torch.Tensor] | None = None
         self.checkpointer = self.make_checkpointer()
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
@@ -109,9 +110,13 @@ class SeamTrainer(Trainer):
         return Checkpointer(self)
 
     def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        """Return the checkpoint to resume from, and the training's output if that checkpoint is of the last step.
+        """Find the checkpoint to resume from. If it is of the run's last step, load it.
 
-        From such a checkpoint transformers would train a further step."""
+        transformers would train one more step from such a checkpoint.
+
+        Returns:
+            The checkpoint or None, and the output of a training that has no steps left, else None.
+        """
         wanted = self.args.resume_from_checkpoint if wanted is None else wanted
         checkpoint = self.checkpointer.find(wanted)
         if checkpoint is not None:
@@ -144,7 +149,7 @@ class SeamTrainer(Trainer):
 
         Returns:
             Metrics: ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
-            ``<prefix>_completions/...`` and times. With a dict of datasets the prefix of each is ``<prefix>_<name>``.
+            ``<prefix>_completions/...`` and more. In a dict of datasets, each has the prefix ``<prefix>_<name>``.
         """
         metrics = self._evaluated(eval_dataset, metric_key_prefix)
         self.log(metrics)
@@ -153,7 +158,7 @@ class SeamTrainer(Trainer):
 
     @ends_together("the evaluation")
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Compute the metrics of `evaluate` without logging them. As in TRL, predictions and labels are None."""
+        """Evaluate like `evaluate`, without logging. `predictions` and `label_ids` of the result are None."""
         metrics = self._evaluated(test_dataset, metric_key_prefix)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
@@ -169,7 +174,7 @@ class SeamTrainer(Trainer):
         if prompts is None:
             raise ValueError("`evaluate` needs prompts: pass an `eval_dataset` to `evaluate` or to the trainer.")
         if not self.is_in_train and self.engine is not None:
-            self.engine.invalidate()  # user code may have changed the weights, so sync them
+            self.engine.invalidate()  # the user may have changed the weights, so copy them to the engine again
         metrics: dict[str, float] = {}
         for name, part in (prompts if isinstance(prompts, dict) else {"": prompts}).items():
             full = f"{prefix}_{name}" if name else prefix
@@ -177,7 +182,7 @@ class SeamTrainer(Trainer):
         return metrics
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a data loader. An item is the list of this rank's prompts for one optimizer step."""
+        """Return a data loader. Each item is the list of this rank's prompts of one optimizer step."""
         self._follow_datasets()
         prompts = self.train_prompts
         if not isinstance(prompts, PromptDataset):
@@ -194,7 +199,9 @@ class SeamTrainer(Trainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Round ``max_steps`` up to whole rounds, because a checkpoint can be saved only before a generation."""
+        """Round ``max_steps`` up to whole rounds, because a run can't resume within a round.
+
+        A round is the optimizer steps from one generation to the next."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
@@ -223,12 +230,12 @@ class SeamTrainer(Trainer):
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "": no whole model here
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "", as this rank has no whole model
             problem = self.journal.begin(self.state.global_step, digest, evaluation) if self.journal else ""
         self.console.warn_of_all(gather(problem))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log ``logs``, and with a training loss the mean of each step metric since the last such log."""
+        """Log ``logs``. If they have a training loss, add each step metric's mean since the last such log."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
             for name in dict.fromkeys(name for entry in self._unlogged for name in entry):
                 values = [entry[name] for entry in self._unlogged if name in entry]
@@ -238,7 +245,7 @@ class SeamTrainer(Trainer):
         super().log(logs, start_time)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing, because `assemble` moves the model."""
+        """Do nothing, because `training.assembly.assemble` has moved the model."""
 
     def compute_loss_context_manager(self) -> Any:
         return self.accelerator.autocast()
@@ -252,7 +259,7 @@ class SeamTrainer(Trainer):
             self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self.args.should_save:  # transformers >= 5.24 calls `_save` on all ranks
+        if not self.args.should_save:  # transformers >= 5.24 calls `_save` on every rank
             return
         if state_dict is None:
             state_dict = self._gathered
@@ -277,8 +284,9 @@ class SeamTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self.args.layout.engine_place == 0:  # The first rank of a vLLM engine samples all groups.
-            self.lengths.save(output_dir, self.args.layout.data_rank)  # Lengths decide the order in vLLM's queue.
+        # The first rank of an engine samples its groups. Completion lengths decide the order of requests in vLLM.
+        if self.args.layout.engine_place == 0:
+            self.lengths.save(output_dir, self.args.layout.data_rank)
             self.round.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -338,7 +346,7 @@ class SeamTrainer(Trainer):
         dataset_name: str | Sequence[str] | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Write the model card (README.md) by the extensions at the hook ``model_card``.
+        """Write the model card (README.md). Extensions do it at the hook ``model_card``.
 
         Args:
             model_name: name of the model, by default the output directory's name.

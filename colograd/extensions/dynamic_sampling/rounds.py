@@ -32,7 +32,8 @@ def dynamic_round(trainer: Any) -> DynamicRound | None:
 class DynamicRound(PlainRound):
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
 
-    Steps take the groups with a nonzero advantage in the order of sampling, whichever step they were sampled for."""
+    Steps take groups with a nonzero advantage in the order of sampling. A group may be trained in a different step than
+    the one that it was sampled for."""
 
     def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
         super().__init__(times, one_call)
@@ -52,7 +53,7 @@ class DynamicRound(PlainRound):
             missing = len(prompts) - sum(map(has_signal, sampled))
             if missing <= 0:
                 break
-            # The missing groups probably need that many prompts. At most ten prompts are drawn per missing group.
+            # Number of prompts that probably give the missing groups, at most ten per missing group.
             count = math.ceil(missing / max((len(prompts) - missing) / len(sampled), 0.1))
             more = self.more_prompts(len(sampled) - len(prompts), count)
             until_enough = dataclasses.replace(stages, enough=missing)

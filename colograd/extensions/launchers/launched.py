@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# Holds the launcher's request. By accelerate's own variables transformers would wrap the policy itself.
+# Variable for the launcher's request. With accelerate's own variables transformers would wrap the policy.
 KEPT = "COLOGRAD_LAUNCHED"
 STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` for ZeRO's stages 0 to 3.
 OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}  # Section of DeepSpeed -> Colograd's setting.
@@ -20,7 +20,7 @@ Request = tuple[str, dict[str, Any]]  # Name of a requested method, such as FSDP
 
 
 def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
-    """Return the requested sharding as settings, and a line for the user, or ""."""
+    """Return settings for the sharding that the launcher or ``deepspeed`` requests, and a line for the user, or ""."""
     made, settings = requests(config.deepspeed), dict[str, Any]()
     for name, request in made:
         sharding, requested = settings.get("sharding", config.sharding), request["sharding"]

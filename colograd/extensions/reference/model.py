@@ -42,7 +42,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
         place: torch.device | None = None,
     ) -> None:  # fmt: skip
         place, pin = torch.device("cpu") if offload else place or device, offload and device.type == "cuda"
-        # `deepcopy` would copy the tensors on the policy's device.
+        # Copy tensors to `place` first: `deepcopy` would copy them on the policy's device.
         made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         for parameter in model.parameters():
             values = torch.empty_like(parameter, device=place, pin_memory=pin).copy_(parameter.detach())
@@ -69,7 +69,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
             reference.copy_(torch.lerp(reference.to(trained.device), trained.detach(), alpha))
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        if self._changes:  # Otherwise a resumed run makes an equal copy.
+        if self._changes:  # Without changes a resumed run makes an equal copy.
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             if write is save_file:
                 weights = {name: value.cpu() for name, value in weights.items()}
@@ -119,8 +119,9 @@ def check_reference(policy: Policy, config: GRPOConfig, samples: bool = True) ->
         )
     if config.sync_ref_model and policy.adapter is not None:
         raise ValueError(
-            "sync_ref_model is true, but the policy trains an adapter. The reference is the model below the adapter: "
-            "there is no second model to mix. Set sync_ref_model: false, or train the whole model."
+            "sync_ref_model is true, but the policy trains an adapter. The reference is the same model without the "
+            "adapter or with its initial values: there is no second model to mix. Set sync_ref_model: "
+            "false, or train the whole model."
         )
     return policy
 
@@ -131,7 +132,7 @@ def _keeps_no_copy(policy: Policy) -> bool:
 
 
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the bytes of the whole reference on the policy's device, before FSDP divides it.
+    """Return the bytes that the reference adds on the policy's device, before FSDP divides them.
 
     Offloaded weights count as 0: they are on the device only before gradients exist, and fit into the gradients' room.
     """

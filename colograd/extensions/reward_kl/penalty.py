@@ -47,7 +47,7 @@ class RewardPenalty(LossTerm):
     waits = "kl_in_reward changes the advantages after all groups are sampled"
 
     def of_tokens_of(self, sampler: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))  # NaN: unknown
+        return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))  # NaN: sampler's value unknown
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
         sums: dict[RolloutId, float] = {}

@@ -48,11 +48,11 @@ class PromptStream(torch.utils.data.IterableDataset):
             self.dataset = self.dataset.shuffle(seed=seed_of(config))
         self.saved: dict[str, Any] = {}  # "items": number of yielded items; "digest": digest of their prompts.
         self._expected: dict[str, Any] = {}
-        self.choice = self  # See `PromptDataset.choice`.
+        self.choice = self  # Checkpoints save this object's state; see `PromptDataset.choice`.
         self.first(1)
 
     def loader(self) -> DataLoader[list[Prompt]]:
-        # An iteration would draw a number from the global generator.
+        # Without `generator` an iteration would draw a number from torch's global generator.
         return DataLoader(self, batch_size=None, num_workers=0, generator=torch.Generator())
 
     def first(self, count: int) -> list[Prompt]:

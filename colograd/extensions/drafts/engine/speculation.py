@@ -22,7 +22,7 @@ from ....engine.protocol import EngineFeature, EngineUse
 class SeededSpeculation(RejectionSampler):
     """vLLM's `RejectionSampler` (Model Runner V1), but each position is sampled with its request's random numbers."""
 
-    drafted = accepted = 0  # Tokens since `take_counts`.
+    drafted = accepted = 0  # Numbers of tokens since the last `take_counts`.
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         """Override. ``logits`` (T, V) has one row per draft, and one more row per request."""
@@ -45,7 +45,7 @@ class SeededSpeculation(RejectionSampler):
         sampled = tokens.to(logits.device)
         if (count := sampling_metadata.max_num_logprobs) is None:
             return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
-        # vLLM drops log-probabilities at placeholders.
+        # Positions behind a rejected draft have any row: vLLM drops their log-probabilities.
         first = torch.tensor(_first_rows(metadata.num_draft_tokens))
         rows = (first[:, None] + torch.arange(tokens.shape[1])).clamp(max=len(logits) - 1).flatten().to(logits.device)
         logprobs = (constrained if self.is_processed_logprobs_mode else logits)[rows].float()
