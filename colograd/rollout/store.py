@@ -130,7 +130,7 @@ class RolloutStore:
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
-        if REWARD_CODE not in found.settings:  # Recorded by an old version, without digests.
+        if REWARD_CODE not in found.settings:  # An old version recorded no digests.
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}

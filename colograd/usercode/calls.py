@@ -106,7 +106,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Late(BaseException):
-    """Raised in a call that exceeds its time limit. It is no `Exception`, because user code may catch each `Exception`."""
+    """Raised in a call that exceeds its time limit. It is no `Exception`, because user code may catch every one."""
 
 
 @contextlib.contextmanager
