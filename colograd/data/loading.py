@@ -55,9 +55,9 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # As in TRL: the first rows of each part, the most in these fractions without a repeated row.
+        # As in TRL, take the first rows of each part: as many as these fractions allow without repeating a row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
-            raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part.")
+            raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part one.")
         if not all(isinstance(part, Dataset) for part in parts):
             raise ValueError(
                 "`fraction` is given in `datasets`, but a streamed part has no length: remove `fraction` or streaming."
@@ -136,7 +136,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
         isinstance(dataset, IterableDataset) or list(dataset["prompt"]) != list(dataset[column])
     ):
         raise ValueError(
-            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and the two differ: remove one."
+            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and both may differ: remove one."
         )
     if script.system_prompt is None:
         return dataset
@@ -150,7 +150,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
             return {"prompt": prompt}
         return {"prompt": [system, *prompt]}
 
-    # Not cached: ranks that share a cache would write one file.
+    # Not cached, because ranks that share a cache would write the same file.
     uncached = {"desc": "system prompt", "keep_in_memory": True, "load_from_cache_file": False}
     return dataset.map(put_system_first, **({} if isinstance(dataset, IterableDataset) else uncached))
 
@@ -218,7 +218,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     try:
         found = find_object(name, "The dataset", callable)
     except ValueError as error:
-        why = error.__cause__  # Without a cause the module exists, but not the function.
+        why = error.__cause__  # An error without a cause: the module exists, but lacks the function.
         absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
         if explicit or not absent:
             raise

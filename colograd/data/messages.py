@@ -12,7 +12,7 @@ FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeErro
 
 
 def without_nones(value: Any) -> Any:
-    """Remove dict keys with the value None at every depth. Arrow adds keys that other rows have."""
+    """Remove dict keys with the value None at every depth. Arrow adds such keys if other rows have them."""
     if isinstance(value, dict):
         return {key: without_nones(each) for key, each in value.items() if each is not None}
     return [without_nones(each) for each in value] if isinstance(value, list) else value
@@ -85,7 +85,7 @@ def template_messages(
     raw = [form for each in contents for form in (str(each), json.dumps(each, ensure_ascii=False, default=str))]
     if any(text.count(form) > joined_text.count(form) for form in raw):
         return joined
-    # Some templates trim each part.
+    # Compare without spaces, because some templates trim each part.
     text, joined_text = "".join(text.split()), "".join(joined_text.split())
     parts = ["".join(_joined([part]).split()) for each in contents for part in each or []]
     is_lost = any(part and text.count(part) < joined_text.count(part) for part in parts)

@@ -15,18 +15,18 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # First position of dynamic sampling's further prompts.
+EXTRA = 2**40  # Positions from here on are of further prompts that dynamic sampling draws.
 
 
 @dataclass(eq=False)
 class StepOrder(Sampler[list[tuple[int, int]]]):
     """Batch sampler: one item is this rank's prompts of one optimizer step, as [(row, position), ...].
 
-    A position numbers the prompts of the whole training. A round has ``steps_per_generation`` different steps, repeated
+    A position is a prompt's index in the whole training. A round has ``steps_per_generation`` different steps, repeated
     ``num_iterations`` times. With 2 prompts per step, 2 steps and 2 iterations: ab cd ab cd | ef gh ef gh."""
 
     num_rows: int
-    prompts_per_step: int  # over all ranks
+    prompts_per_step: int  # Prompts of a step over all ranks.
     data_rank: int
     data_size: int
     steps_per_generation: int = 1
@@ -45,7 +45,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def __post_init__(self) -> None:
         assert self.prompts_per_step % self.data_size == 0, (self.prompts_per_step, self.data_size)
         assert 0 <= self.data_rank < self.data_size, (self.data_rank, self.data_size)
-        self.round_size = self.prompts_per_step * self.steps_per_generation  # over all ranks
+        self.round_size = self.prompts_per_step * self.steps_per_generation  # Prompts of a round over all ranks.
         self.num_rounds = self.num_rows // self.round_size
         if self.num_rounds == 0:
             raise ValueError(
@@ -77,8 +77,8 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
 @functools.lru_cache(maxsize=1)
 def _permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    # As in TRL: one generator draws the permutations of all epochs in turn. Drawing past ones again saves a state in
-    # checkpoints (15 ms for a million rows).
+    # As in TRL: one generator draws the permutations of all epochs in turn. Past ones are drawn again (15 ms for a
+    # million rows), so that checkpoints needn't store a generator's state.
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epoch):
         torch.randperm(rows, generator=generator)
@@ -118,7 +118,7 @@ class PromptLoader(DataLoader):
     """The training dataloader: a plain one, so that `accelerate.skip_first_batches` can resume an epoch."""
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
-        # DataLoader draws from its generator at the start of an epoch, by default from the global one.
+        # Each epoch, DataLoader draws a number. Its own generator leaves torch's global generator unchanged.
         super().__init__(dataset, batch_sampler=order, collate_fn=list, num_workers=0, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:

@@ -25,10 +25,10 @@ COLUMNS = ("prompt", "chat_template_kwargs")
 
 @dataclass(eq=False)
 class PromptDataset(torch.utils.data.Dataset):
-    """A dataset's rows with tokenised prompts. An index (row, position) returns a `Prompt`, another one rows."""
+    """A dataset's rows with tokenised prompts. The index (row, position) returns a `Prompt`."""
 
     dataset: Dataset
-    token_ids: Any  # All prompts, int32 [sum P]. None: the rules' reader converts rows on request.
+    token_ids: Any  # Token ids of all prompts, int32 [sum P]. None: the rules' reader converts rows on request.
     ends: np.ndarray  # Borders in ``token_ids`` from 0, int64 [rows + 1].
     dropped: dict[int, int]  # Original row of a too long prompt -> its tokens.
     rules: PromptRules
@@ -78,7 +78,7 @@ class PromptRules:
 
     tokenizer: Any
     max_prompt_tokens: int
-    overlong: str  # Prompts over the limit: `drop` or `error`.
+    overlong: str  # Treatment of too long prompts: `drop` or `error`.
     chat_template_kwargs: dict[str, Any]
     name: str
     columns: Sequence[str] = ()  # In addition to `COLUMNS`.
@@ -97,9 +97,9 @@ class PromptRules:
         return [name for name in (*COLUMNS, *self.columns) if name in present]
 
     def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise rows, also too long ones. ``first`` is the first row's number."""
-        # One call of the tokenizer per value of the template's arguments. Values: (arguments or None for plain texts,
-        # indices).
+        """Return the token ids of each row's prompt. ``first`` is the first row's index, for errors."""
+        # Rows with equal arguments of the chat template share a call of the tokenizer. Values: (arguments, indices of
+        # rows). Plain texts have None as arguments.
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
         for index, row in enumerate(rows):
             where = self.where(first + index)
@@ -144,7 +144,7 @@ class PromptRules:
         return {**arguments, **self.chat_template_kwargs, **own, **further}
 
     def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
-        """Convert a row that isn't in the dataset. None: the prompt is too long."""
+        """Tokenise the prompt of a row outside the dataset. Return None if `overlong` drops the prompt."""
         row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
             prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))

@@ -1,15 +1,15 @@
 """Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
-A reward function has TRL's signature. It is called with keywords only, for one group (with `reward_call: all` for all
-groups of a rank). Without ``**kwargs`` it gets only the keywords that it names.
+A reward function has TRL's signature. It is called with keywords only, for one group of G completions. With
+`reward_call: all` one call scores all groups of a rank. Without ``**kwargs`` it gets only keywords that it names.
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
-        -> list[float | None]    # G rewards; with an agent a reward may be a list with a number per turn
+        -> list[float | None]    # one per completion; with an agent also lists with a number per turn
 
-``columns`` are the dataset's columns except ``prompt``, repeated G times, and columns that the rollouts add. ``None``
-means that the function abstains. All calls of ``async def`` functions run concurrently.
+``columns`` are the dataset's columns except ``prompt``, repeated G times, and columns that the rollouts add. A
+reward ``None`` means that the function abstains. All calls of ``async def`` functions run concurrently.
 
-Worker processes import this package without torch, so some names are imported on first use."""
+Worker processes import this package without torch. Names that need torch are imported on first use."""
 
 from __future__ import annotations
 

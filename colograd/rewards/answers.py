@@ -1,4 +1,4 @@
-"""The built-in reward functions, and the parts of completions that they read: text, numbers, the end of a thought."""
+"""The built-in reward functions, and helpers that find text, numbers and the end of the reasoning in completions."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any, NamedTuple
 from ..runtime import registry
 
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])-\$?)?"  # Sign, but no minus as in 10-5.
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # 1,234.5 or 1234.5
-    r"|(?<![0-9.])\.[0-9]+)"  # .5
+    r"(?:(?<![\w.)\]])-\$?)?"  # A sign, but not the minus of 10-5.
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # Numbers such as 1,234.5 and 1234.5.
+    r"|(?<![0-9.])\.[0-9]+)"  # Numbers such as .5.
     r"(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
 )
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 _OTHERS = ("tool", "user")
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 _BEHIND_HASHES = re.compile(r"#### (-?[0-9.,]+)")
-HASHES_WITHIN = 300  # Characters at a completion's end, as in verl.
-_FLOAT_TOLERANCE = Decimal("1e-12")  # Relative: 0.1 + 0.2 isn't exactly 0.3.
+HASHES_WITHIN = 300  # Characters of a completion's end that `gsm8k_reward` reads, as in verl.
+_FLOAT_TOLERANCE = Decimal("1e-12")  # Relative, for answers that are floats: 0.1 + 0.2 isn't exactly 0.3.
 
 
 class Verdict(NamedTuple):
-    right: bool | None  # None: the dataset's answer can't be parsed.
+    right: bool | None  # Whether the answer is right. None: the dataset's answer can't be parsed.
     gold: str
     answer: str
 
 
 def text_of(completion: Any) -> str:
-    """Return the text of a str or of the last message of a list, or "" if a tool or user wrote that message."""
+    """Return a completion's text. A list of messages has the last one's text, or "" after a tool or user."""
     if isinstance(completion, str):
         return completion
     last = completion[-1] if completion else {}
@@ -48,12 +48,15 @@ def thought_begun(prompt_texts: Sequence[str] | None, count: int) -> list[bool]:
 
 
 def has_thought_apart(completion: Any) -> bool:
-    """Return whether the last message has the model's thought under a key of its own."""
+    """Return whether the last message has the reasoning under a separate key, such as `reasoning_content`."""
     return bool(completion) and isinstance(completion, list) and any(completion[-1].get(key) for key in _THOUGHTS)
 
 
 def after_thinking(text: str, begun: bool = False) -> str:
-    """Return the text after the thought. ``begun``: the prompt ends in ``<think>``. "": the thought has no end."""
+    """Return the text after the reasoning, i.e. after the last ``</think>``.
+
+    Return "" for reasoning without an end, and the whole text without reasoning. ``begun``: the prompt ends in
+    ``<think>``."""
     _, end, answer = text.rpartition("</think>")
     return answer if end or not (begun or "<think>" in text) else ""
 
@@ -75,7 +78,8 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
     """Return for each completion 1.0 if its last number equals the last number in the column ``answer``, else 0.0.
 
     Numbers are integers or decimals: ``#### 42`` (GSM8K), ``-5``, ``$1,234.50``, ``42.``, ``1e-05``. They are compared
-    exactly, or to 12 digits if the column has floats. None: ``answer`` has no number."""
+    exactly, or to 12 digits if the column has floats. The reward is None if ``answer`` has no
+    number."""
     pairs = zip(completions, answer, strict=True)
     return [_right_number(number_in(text_of(completion)), expected) for completion, expected in pairs]
 
@@ -105,9 +109,10 @@ def chance_of_pass(n: int, c: int, k: int) -> float:
 
 
 def think_format_reward(completions: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any) -> list[float]:
-    """Return for each completion 1.0 if it starts with ``<think>``, has no second one, and ends the thought, else 0.0.
+    """Return for each completion 1.0 if its reasoning has TRL's format, else 0.0.
 
-    As in TRL. The chat template may have written ``<think>``. A thought under a separate key of the message counts."""
+    The completion must start with ``<think>``, have no second ``<think>``, and have a ``</think>``. The first
+    ``<think>`` may end the prompt instead. A message with reasoning under a separate key also gets 1.0."""
     begun = thought_begun(prompt_texts, len(completions))
     return [
         float(has_thought_apart(completion) or _THINK.match("<think>" * within + text_of(completion)) is not None)
@@ -148,7 +153,7 @@ def builtin_rewards() -> dict[str, Callable[..., Any]]:
         "last_number": last_number,
         "gsm8k_reward": gsm8k_reward,
         "think_format_reward": think_format_reward,
-        # Name and values are TRL's.
+        # TRL's script for GRPO has the same name and values.
         "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
         **{function.__name__: function for function in registry.hooks("rewards")},
     }

@@ -48,10 +48,10 @@ def keywords_for(
             messages = [*rollout.messages] or [{"role": "assistant", "content": text}]
             completion = messages if isinstance(prompt, list) else text
             row = {**group.example, "prompts": prompt, "completions": completion, **rollout.columns}
-            # A worker gets an array and bytes (5 bytes per token) and makes lists.
+            # A worker gets token ids as an array and the mask as bytes, because lists are larger. It makes the lists.
             if "completion_ids" in names:
                 row["completion_ids"] = list(rollout.completion_ids) if log is not None else rollout.completion_ids
-            if "completion_mask" in names:  # 1: the model wrote the token.
+            if "completion_mask" in names:  # Per token: 1 if the model wrote it.
                 mask = rollout.sampled.to(torch.uint8)
                 row["completion_mask"] = mask.tolist() if log is not None else mask.numpy().tobytes()
             for name in names.keys() - shared:
@@ -85,7 +85,7 @@ def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[st
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a function's parameters. Without a readable signature it counts as one with ``**kwargs``."""
+    """Return a function's parameters. A function without a readable signature gets all keywords."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -101,7 +101,7 @@ def value_error(
 
 
 def checked_values(reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
-    """Return a number per completion, NaN for None. A wrong value raises `RewardError`."""
+    """Return a number per completion, with NaN in the place of None. Raise `RewardError` for a wrong value."""
     size = sum(len(group.rollouts) for group in groups)
     fail = functools.partial(value_error, reward, groups)
     if isinstance(values, torch.Tensor):
@@ -116,7 +116,7 @@ def checked_values(reward: RewardFunction, groups: Sequence[Group], values: Any)
     for index, value in enumerate(values):
         number = value.item() if isinstance(value, np.generic | torch.Tensor) and value.ndim == 0 else value
         number = math.nan if value is None else number
-        # False for NaN, which is no valid reward.
+        # The comparison is False for NaN, so NaN isn't a valid reward.
         if value is not None and not (isinstance(number, numbers.Real) and abs(number) <= FLOAT32_MAX):
             is_nan = isinstance(number, numbers.Real) and bool(number != number)
             problem = f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but a reward must be a finite "

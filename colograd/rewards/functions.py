@@ -1,4 +1,4 @@
-"""Reward functions by name, import path or callable, their errors, checks of logged values, and sums of rewards."""
+"""Find reward functions by name or import path, describe their errors, check logged values, and sum rewards."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ..usercode.calls import Outcome, place_in, unwrapped
 from .answers import builtin_rewards
 
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # Maximum relative difference of sums that count as equal.
-# Reward functions may not log these metrics, and no families (prefixes before a slash) of the second tuple.
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # Maximum relative difference of equal sums of rewards.
+# Reward functions may log none of these metrics, and none with a prefix (before a slash) in `OWN_FAMILIES`.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
     "reward_std", "frac_reward_zero_std",
@@ -72,11 +72,11 @@ class RewardError(RuntimeError):
 
     Attributes:
         function: the reward function's name.
-        position: the (first) group's position.
-        completion: index in the group, 0 ... G-1. None: the error concerns the whole call.
+        position: position of the group's prompt. A call for several groups has the first group's.
+        completion: index among the call's completions, from 0. None: the error concerns the whole call.
         problem: the text of the error."""
 
-    says_all = True  # Printed without a traceback, see `process.tell_briefly`.
+    says_all = True  # `process.tell_briefly` prints the error without a traceback.
 
     def __init__(self, function: str, position: int, completion: int | None, problem: str) -> None:
         # Pickling needs all arguments in `Exception.args`.
@@ -98,8 +98,8 @@ def resolve_rewards(
     """Convert names, import paths and callables to `RewardFunction`s with unique names and weights.
 
     Args:
-        reward_funcs: one or several keys of `builtin_rewards`, import paths (``package.module:function``, also of a
-            module in the current directory) or callables. `with_models` has converted reward models.
+        reward_funcs: one or several names of built-in functions, import paths (``package.module:function``, also of a
+            module in the current directory) or callables. Reward models must be converted by `with_models` before.
         weights: one per function. None means 1 each.
 
     Raises:
@@ -153,13 +153,13 @@ def _found(spec: str) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Return the name in metrics: of a partial its function's name, of an object without a name its class's."""
+    """Return a function's name for metrics: a partial's inner name, or the class of an object without a name."""
     function = unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def code_digest(function: Any) -> str:
-    """Return a digest of a function's source and of its module's statements that define the names it uses."""
+    """Return a digest of a function's source code, and of the definitions in its module that the function uses."""
     function = unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
@@ -222,7 +222,7 @@ def check_log(
 
 
 def with_logged_riders(group: Group, logged: Logged) -> Group:
-    """Add riders (data of extensions, such as token weights) that reward functions logged by `log_extra`."""
+    """Add riders (data of extensions, such as token weights) that reward functions logged with ``log_extra``."""
     for kind in (kind for kind in registry.hooks("riders") if kind.COLUMN in logged.columns):
         pairs = zip(group.rollouts, logged.columns[kind.COLUMN], strict=True)
         rollouts = (one if value is None else one.carrying(kind.from_json(value, one)) for one, value in pairs)
@@ -233,8 +233,8 @@ def with_logged_riders(group: Group, logged: Logged) -> Group:
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
     """Sum rewards [G, R], weighted by R weights, over the functions that didn't abstain (NaN).
 
-    Sums of several functions that differ only by float32 rounding (0.6 + 0.1 and 0.7) become equal, because advantages
-    that divide by the standard deviation would enlarge rounding errors.
+    With several functions, sums become equal if all G sums differ only by float32 rounding (0.6 + 0.1 and 0.7).
+    Advantages that divide by the standard deviation would enlarge rounding errors.
 
     Returns:
         Sums [G] float32. NaN: all functions abstained."""

@@ -31,7 +31,7 @@ def rows(split: str = "train", path: str = PATH) -> Any:
     for number, row in enumerate(loaded[split]):
         gold = behind_hashes(str(row["answer"]))
         if gold is None:
-            raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`")
+            raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} has no `#### NUMBER`")
         prompt = [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}]
         converted.append({"prompt": prompt, "answer": gold})
     return Dataset.from_list(converted)

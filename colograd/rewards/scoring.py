@@ -4,7 +4,7 @@
     async functions    on one event loop in a thread, all groups concurrently
     reward models      in this process, all waiting groups together, when the first result is needed
 
-`reward_timeout` limits each call, except of reward models."""
+`reward_timeout` limits all calls except calls of reward models."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ MOST_WORKERS = 4
 class Scoring:
     scorer: Scorer
     groups: Sequence[Group]
-    calls: Sequence[Future[Outcome]]  # [R]
+    calls: Sequence[Future[Outcome]]  # One call per reward function, [R].
 
     def done(self) -> bool:
         return all(call.done() for call in self.calls)
 
     def cancel(self) -> None:
-        """Cancel the calls. A running call may be killed with its worker."""
+        """Cancel the calls. The worker process of a running call may be killed."""
         for call in self.calls:
             call.cancel()
 
     def result(self) -> torch.Tensor:
-        """Wait for rewards, [completions, R] float32. NaN: the function abstained."""
+        """Wait for rewards, float32 [completions, R]. NaN: the function abstained, was late or failed."""
         scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -87,7 +87,7 @@ class Scoring:
             for name, values in metrics.items():
                 log.metrics.setdefault(name, []).extend(values)
         start, metrics_of = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
-        for group in self.groups:  # The first group gets the metrics of all groups.
+        for group in self.groups:  # The first group gets the metrics that the call logged for all groups.
             own = slice(start, start + len(group.rollouts))
             cut = {storable(name): tuple(map(storable, values[own])) for name, values in log.columns.items()}
             scorer.logged[group.position] = Logged(cut, metrics_of)
@@ -102,16 +102,17 @@ class Ready(Future[T]):
 
 
 def usual_workers(on_gpu: bool) -> int:
-    """Return the default number of reward workers. Without a GPU it is 0: sampling uses all cores."""
+    """Return the default number of reward workers. Without a GPU it is 0, because sampling uses all cores."""
     return min(MOST_WORKERS, max(1, process.cpu_threads() - 1)) if on_gpu else 0
 
 
 @dataclass(eq=False)
 class Scorer:
-    rewards: list[RewardFunction]  # [R]
-    # Worker processes for functions that can be pickled. None: `usual_workers`, for functions that a worker can import.
+    rewards: list[RewardFunction]  # Reward functions, [R].
+    # Number of worker processes. They run functions that can be pickled. None: `usual_workers`, only
+    # for functions of importable modules.
     workers: int | None = 0
-    timeout: float | None = None  # Seconds of a call, except of reward models.
+    timeout: float | None = None  # Time limit of a call in seconds. Reward models have none.
     on_error: str = "raise"
     on_gpu: bool = False
 
@@ -119,15 +120,15 @@ class Scorer:
         self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
         self.counts: dict[str, float] = defaultdict(float)
         self.logged: dict[int, Logged] = {}
-        self.check = checked_values  # An extension may replace it.
-        # Gets name, start and end (seconds), number of completions.
+        self.check = checked_values  # Checks returned rewards. An extension may replace this function.
+        # Called after each call with the function's name, start and end in seconds, and the number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self._told_late: set[str] = set()
-        self._state: tuple[Any, Any] = ((), None)  # Key (step, epoch, ...) and copy.
+        self._state: tuple[Any, Any] = ((), None)  # Key (step, epoch, ...) and copy of the trainer's state.
         self._pickled: tuple[Any, bytes] = ((), b"")
         self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
-        # Environments live in this process.
+        # A function that reads environments runs in this process, because environments live here.
         able = {r.name: r.function for r in sync if "environments" not in parameters_of(r.function)}
         if (workers := self.workers) is None:
             able = {name: function for name, function in able.items() if is_of_module(function)}
@@ -136,7 +137,7 @@ class Scorer:
         self.notes = self._pool.notes
 
     def submit(self, groups: Sequence[Group], texts: Texts, trainer_state: Any = None) -> Scoring:
-        """Start one call of each reward function for all ``groups``. Sync functions in this process finish here."""
+        """Start one call of each reward function for all ``groups``. Sync functions in this process end here."""
         calls: list[Future[Outcome]] = []
         scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))
         try:
@@ -150,7 +151,7 @@ class Scorer:
         return scoring
 
     def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:
-        # An async call has its own timeout, unless it blocks the event loop.
+        # An async call ends at its own timeout. This longer limit is for a blocked event loop.
         limit = None if isinstance(call, WorkerCall) or self.timeout is None else self.timeout + GRACE
         fail = functools.partial(RewardError, name, position, None)
         try:
@@ -158,7 +159,9 @@ class Scorer:
         except TimeoutError:
             remedy = "await slow calls, or make the function sync and set reward_workers"
             limit_text = f"reward_timeout ({self.timeout:g} s)"
-            raise fail(f"the function blocks the event loop for longer than {limit_text}: {remedy}.") from None
+            raise fail(
+                f"the function or another one blocks the event loop for longer than {limit_text}: {remedy}."
+            ) from None
         self.counts[f"rewards/{name}/seconds"] += outcome.seconds
         if outcome.kind == "died":
             why = "it exited, crashed or had no memory. Set reward_on_error: abstain to go on without such rewards"
@@ -208,15 +211,15 @@ class Scorer:
     ) -> Future[Outcome]:
         fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
         key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))
-        if key != self._state[0]:  # A function may change its copy.
+        if key != self._state[0]:  # Reward functions get a copy, because they may change it.
             self._state = (key, copy.copy(trainer_state))
             for name, value in fields.items():
                 setattr(self._state[1], name, own_copy(value))
         state = self._state[1]
         if reward.name in self._pool:
             if key != self._pickled[0]:
-                # transformers' `TrainerState` becomes a `SimpleNamespace`, because a worker's import of transformers
-                # would use up the first call's time limit.
+                # A worker gets transformers' `TrainerState` as a `SimpleNamespace`. Importing transformers there
+                # could use up the first call's time limit.
                 bare = SimpleNamespace(**vars(state)) if dataclasses.is_dataclass(state) else state
                 self._pickled = (key, pickle.dumps(bare))
             keywords = keywords_for(reward, groups, texts, None)

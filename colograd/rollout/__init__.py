@@ -1,2 +1,3 @@
-"""Turn prompts into scored groups of completions: a rollout source generates groups, and reward functions score
-them."""
+"""Turn prompts into scored groups of completions.
+
+A rollout source (the vLLM engine, an extension or user code) generates the groups. Reward functions score them."""

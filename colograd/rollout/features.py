@@ -1,4 +1,4 @@
-"""`SourceFeature`: the choice of a run's rollout source, which generates the completions."""
+"""`SourceFeature`: the choice of a run's rollout source (the object that generates completions)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ..policy.loading import Policy
 from ..runtime import registry
 from .stages import RolloutSource
 
-# (advantages [G], group, estimator, reward name -> weight) -> advantages [G], or [sum C] for one per token.
+# A function (advantages [G], group, estimator, reward name -> weight) that returns changed advantages. Their shape is
+# [G], or [sum C] with one advantage per completion token.
 AddAdvantages = Callable[[torch.Tensor, Group, AdvantageEstimator, Mapping[str, float]], torch.Tensor]
-# `GRPOTrainer`'s argument -> the extension that implements it.
+# Argument of `GRPOTrainer` -> name of the extension that implements the argument.
 SOURCES = {"tools": "tools", "rollout_func": "custom_rollouts", "environment_factory": "tools", "agent": "agents"}
 
 TRUNCATED = "top_k (with top_p or min_p) truncates the sampler's distribution, but"
@@ -39,7 +40,7 @@ class TrainerArguments:
     peft_config: Any
     optimizer: Any
     sources: Mapping[str, Any]
-    samples: bool  # False: a replay of recorded groups, without an engine.
+    samples: bool  # Whether the run samples. False: a replay of recorded groups, without an engine.
     replaced: frozenset[str]
     adds_metrics: bool
 
@@ -51,22 +52,22 @@ class TrainerArguments:
 
 
 class SourceFeature:
-    """A rollout source (the object that generates completions), and the settings that it changes in a run.
+    """The choice of a rollout source (the object that generates completions), with settings that depend on the source.
 
-    The base class is the vLLM engine. A run uses at most one subclass of the hook ``source``."""
+    The base class chooses the vLLM engine. Extensions register subclasses by the hook ``source``."""
 
-    rewards: Sequence[Any] = ()  # In addition to the user's, with weight 1.
-    reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.
-    writes_prompts = False  # Whether a dataset's rows may lack a prompt.
-    columns: Sequence[str] = ()  # Further dataset columns that the tokenised prompt depends on.
-    # (dataset row, the row's name in errors) -> further arguments of the chat template.
+    rewards: Sequence[Any] = ()  # Further reward functions, with weight 1 each.
+    reserved_tokens = 0  # Tokens of each sequence kept free for texts of tools or environments.
+    writes_prompts = False  # Whether the rollout source writes prompts, so that rows may lack one.
+    columns: Sequence[str] = ()  # Dataset columns besides `COLUMNS` that change the tokenised prompt.
+    # A function (dataset row, the row's name in errors) that returns further arguments of the chat template.
     template_arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     may_add_images = False
-    adds_columns = False  # Whether rollouts add columns for reward functions.
-    adds_metrics = False  # Whether `take_counts` may return metrics of any name.
+    adds_columns = False  # Whether completions carry columns of their own for reward functions.
+    adds_metrics = False  # Whether the source's `take_counts` may return metrics of any name.
     add_advantages: AddAdvantages | None = None
     notes: Sequence[str] = ()  # Lines to print for the user.
-    trl_attributes: Mapping[str, Callable[[], Any]] = {}  # Name of a TRL trainer's attribute -> its value.
+    trl_attributes: Mapping[str, Callable[[], Any]] = {}  # Attribute of TRL's trainer -> getter.
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
@@ -77,18 +78,18 @@ class SourceFeature:
         """Raise a ValueError if the rollout source can't generate completions with this policy."""
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return the dataset to train on if the user passed none, or raise ValueError."""
+        """Return the dataset of a run without ``train_dataset``. Raise ValueError if the run needs a dataset."""
         raise ValueError("train_dataset is missing: pass a datasets.Dataset with a column `prompt`.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
         return engine
 
     def digests(self) -> dict[str, str]:
-        """Return digests of user code that generates completions, by name, to detect changes on resume."""
+        """Return name -> digest of the user code that generates completions. A resumed run detects changes."""
         return {}
 
     def watch(self, record: Callable[[str, float, float], None]) -> None:
-        """Let each later call of a tool or environment call ``record(name, start, end)``."""
+        """Call ``record(name, start, end)`` after each later call of a tool or environment."""
 
     def close(self) -> None:
         """End the processes and threads that the rollout source started."""
@@ -102,6 +103,6 @@ def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFea
         registry.require("quantized", "quantization_config")
     chosen = [feature for kind in registry.hooks("source") if (feature := kind.of(arguments, config))]
     feature = chosen[0] if chosen else SourceFeature()
-    if not arguments.samples:  # A user's rollout source may have made the recorded groups.
+    if not arguments.samples:  # The recorded groups may come from an agent or a user's rollout source.
         feature.add_advantages = next(iter(registry.hooks("add_advantages")), None)
     return feature

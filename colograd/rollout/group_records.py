@@ -1,4 +1,6 @@
-"""Convert scored groups to bytes of the rollout log and back: an Arrow table of completions, then tables of riders."""
+"""Convert scored groups to the bytes that the rollout log stores, and back.
+
+The bytes are an Arrow table with a row per completion. Tables of riders (data of extensions) may follow."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from ..riders import riding
 from ..runtime.registry import hooks
 from .record_file import TABLE
 
-# Errors of reading damaged or untrusted bytes.
+# Errors that reading damaged or untrusted bytes may raise.
 NONSENSE = (
     AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
     TypeError, ValueError,
@@ -32,7 +34,7 @@ class JournalError(ValueError):
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardedGroup:
     group: Group
-    rewards: torch.Tensor  # float32 [G, R]
+    rewards: torch.Tensor  # float32 [G completions, R reward functions]
     logged: Logged
 
 
@@ -48,7 +50,10 @@ def digest_of_example(example: Mapping[str, Any]) -> str:
 
 
 def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
-    """Serialize a group. ``example`` is its dataset row's digest from before user code could change the row."""
+    """Serialize a scored group.
+
+    ``example`` is the digest of the group's dataset row, taken before user code could change the row. Default: the
+    row's present digest."""
     example = example or digest_of_example(recorded.group.example)
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
     riders = riding(rollouts)
@@ -76,8 +81,10 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
 
 
 def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGroup:
-    """Read the bytes of `group_bytes`. ``encoder`` is `PromptRules.reader`. Raise JournalError for other bytes or
-    prompts."""
+    """Read a scored group from the bytes that `group_bytes` made. ``encoder`` is `PromptRules.reader`.
+
+    Raises:
+        JournalError: the bytes are damaged, or belong to another dataset row than ``prompt``."""
     where = f"the journal's group at position {prompt.position}"
     try:
         reader = pa.BufferReader(content)
@@ -111,7 +118,7 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
         metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
         example = batch["example"][0].as_py()
     except (pa.ArrowException, *NONSENSE) as error:
-        raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move the journal away.") from None
+        raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move _journal away.") from None
     if example != digest_of_example(prompt.example):
         remedy = "restore the dataset, or move the journal (the recorded groups) away to sample anew"
         raise JournalError(f"{where} is of another prompt, because the dataset or its order has changed: {remedy}.")
@@ -119,7 +126,7 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
 
 
 def _lists(rows: list[np.ndarray]) -> pa.Array:
-    """Make an Arrow list column, without a Python object per number."""
+    """Make an Arrow column of lists from NumPy arrays, without a Python object per number."""
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
 

@@ -1,6 +1,7 @@
 """Append-only files of checksummed records.
 
-    magic | record | record | ...        a record: position, length, unpacked length, CRC-32 | bytes
+    file:    magic | record | record | ...
+    record:  position, compressed size, uncompressed size, CRC-32 | compressed content
 
 A killed process may leave an incomplete last record. Readers stop at the first incomplete or damaged record."""
 
@@ -18,24 +19,24 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
-HEAD = struct.Struct("<qIII")  # position, compressed size, uncompressed size, CRC-32
+HEAD = struct.Struct("<qIII")  # Header of a record: position, compressed size, uncompressed size, CRC-32.
 LARGEST = 2**31 - 1
-GROWTH = 4096  # Maximum compression ratio, so that a damaged size can't exhaust the memory.
+GROWTH = 4096  # Maximum ratio of the sizes in a header. A damaged uncompressed size could exhaust the memory.
 FIGURES = "steps.jsonl"
 
 TABLE = pa.schema(
     [
-        ("input", pa.list_(pa.int32())),  # Prompt ids. Null: the ids of the first row.
+        ("input", pa.list_(pa.int32())),  # Token ids of the prompt. Null: equal to the first row's.
         ("completion", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
-        ("sampled", pa.list_(pa.bool_())),  # Whether the model wrote the token. Null: all.
+        ("sampled", pa.list_(pa.bool_())),  # Per token: whether the model wrote it. Null: it wrote all.
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
-        ("messages", pa.string()),  # JSON
-        ("columns", pa.string()),  # arguments of reward functions
+        ("messages", pa.string()),  # Messages after the prompt, as JSON.
+        ("columns", pa.string()),  # Columns of this completion for reward functions, as JSON.
         ("rewards", pa.list_(pa.float32())),
-        ("example", pa.string()),  # digest of the dataset row
-        ("logged", pa.string()),  # for the whole group, in the first row only
+        ("example", pa.string()),  # Digest of the dataset row.
+        ("logged", pa.string()),  # Values logged for the whole group as JSON, only in the first row.
     ]
 )
 
@@ -46,7 +47,9 @@ class Record(NamedTuple):
 
 
 class RecordFile:
-    """A file of records, open to append by one writer. Opening cuts off all bytes after the last intact record."""
+    """A file of records, open to append by one writer.
+
+    Opening the file cuts off the first incomplete or damaged record, and all bytes after it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.positions, end = path, set[int](), len(MAGIC)
@@ -58,7 +61,7 @@ class RecordFile:
             self.positions.add(position)
             end += HEAD.size + length
         self.is_new = not self.positions
-        self.digests: dict[int, str] = {}  # position -> digest of the dataset row before user code ran
+        self.digests: dict[int, str] = {}  # Position -> digest of the dataset row, taken before user code ran.
         self._file.truncate(end)
         self._file.seek(0)
         self._file.write(MAGIC)
@@ -66,12 +69,12 @@ class RecordFile:
         self._packing = pa.Codec("zstd")
 
     def append(self, record: Record) -> None:
-        """Write a record, so that it survives a crash of this process (not of the machine)."""
+        """Append a record. After the return it survives a crash of this process, but maybe not of the machine."""
         if (size := len(record.content)) > LARGEST:
             raise ValueError(f"A recorded group is too large: {size:,} bytes (maximum: {LARGEST:,}).")
         packed, start = bytes(self._packing.compress(record.content, asbytes=True)), self._file.tell()
         if size > GROWTH * len(packed) or len(packed) >= size:
-            packed = record.content  # Equal lengths mark uncompressed content.
+            packed = record.content  # Not compressed: readers see it by the equal sizes in the header.
         try:
             self._file.write(_head(record.position, packed, size) + packed)
             self._file.flush()
@@ -83,7 +86,7 @@ class RecordFile:
         self.positions.add(record.position)
 
     def flush(self) -> None:
-        """Let the written records survive a failure of the machine."""
+        """Wait until the appended records are on the disk, so that they survive a failure of the machine."""
         os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
@@ -93,7 +96,9 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield wanted records of at most ``largest`` bytes, up to the first damaged one."""
+    """Yield records with ``wanted`` positions and at most ``largest`` bytes of content. Skip other records.
+
+    Stop at the first record that is incomplete or damaged."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in heads(file):
@@ -111,7 +116,9 @@ def read_records(
 
 
 def heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yield (position, compressed size, uncompressed size, raw header) of records, with ``file`` at the content."""
+    """Yield (position, compressed size, uncompressed size, raw header) of each record.
+
+    ``file`` is then at the beginning of the record's content."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:
@@ -136,12 +143,12 @@ def _head(position: int, packed: bytes, size: int) -> bytes:
 def add_step(path: Path, step: int, entry: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        # The newline comes first, because a killed run may leave an incomplete line.
+        # The newline comes first, because a killed run may have left an incomplete last line.
         file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, **entry}))
 
 
 def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, values) of each intact line in the first ``largest`` characters."""
+    """Yield (optimizer step, values) of each intact JSON line in the first ``largest`` characters of a file."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -157,7 +164,9 @@ def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> bytes:
-    """Serialize an optional table. The bytes ``mark`` differ from the first bytes of any Arrow message."""
+    """Serialize rows as an Arrow table behind the bytes ``mark``. Without rows return no bytes.
+
+    Readers recognise the table by ``mark``, because no Arrow message begins with these bytes."""
     if not rows:
         return b""
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]

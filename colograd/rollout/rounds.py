@@ -21,18 +21,20 @@ Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]
 
 
 class PlainRound:
-    """Samples and scores the prompts of several optimizer steps. Subclasses of extensions sample otherwise."""
+    """Samples and scores the prompts of a round, i.e. of one or more optimizer steps.
 
-    longest_first = True  # Whether a queue begins with prompts of long expected completions.
+    Extensions have subclasses that sample otherwise, such as dynamic sampling."""
+
+    longest_first = True  # Whether prompts with long expected completions are sampled first.
 
     def __init__(self, times: PhaseTimes, one_call: bool = False) -> None:
         self.times, self.one_call = times, one_call
         self.tallies: list[Tally] = []
-        # Entered by all ranks around `draw`, which runs only on each engine's first rank.
+        # Makes a context that all ranks enter. `draw` runs inside, only on each engine's first rank.
         self.around: Callable[[Steps], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """Sample and score the prompts of all steps as one queue, on the first rank of each engine."""
+        """Sample and score the prompts of all steps as one queue. Only the first rank of each engine calls it."""
         prompts = [prompt for step in steps for prompt in step]
         scoring = stages.scoring(stages, prompts)
         waiting = list[Group]()
@@ -42,7 +44,7 @@ class PlainRound:
                 scoring.scored(wait=False)
             if missing and not scoring.has_enough:
                 groups = scoring.sample(prompts if self.one_call else missing)
-                # Closing `groups` aborts unfinished requests.
+                # Closing `groups` aborts the engine's unfinished requests.
                 with self.times.phase("generate"), contextlib.closing(groups):
                     for group in groups:
                         if self.one_call:
@@ -67,14 +69,14 @@ class PlainRound:
         pass
 
     def save(self, checkpoint: str) -> None:
-        """Write the state that the next sampling needs to a checkpoint."""
+        """Write the state that later rounds need into the folder ``checkpoint``. This class has no state."""
 
     def load(self, checkpoint: str | Path) -> None:
-        """Read the state of `save`. Collective: all ranks call it."""
+        """Read the state that `save` wrote. All ranks call this method."""
 
 
 def round_of(trainer: Any) -> PlainRound:
-    """Create the run's round. Collective: all ranks call it."""
+    """Create the object that samples all rounds of a run: an extension's, or a `PlainRound`. All ranks call this."""
     chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
     chosen = chosen or PlainRound(trainer.times, trainer.args.reward_call == "all")
     chosen.tallies.extend(filter(None, (offer(trainer) for offer in registry.hooks("tally"))))

@@ -37,9 +37,11 @@ class SampledRound:
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples groups, scores them and computes advantages. Only the first rank of each vLLM engine gets groups."""
+    """Samples groups of completions, scores them and computes advantages.
 
-    hooks: Any  # The `GRPOTrainer`, with the methods that a subclass overrides.
+    The groups are on the first rank of each vLLM engine. Other ranks get none."""
+
+    hooks: Any  # The `GRPOTrainer`. A user's subclass may override its methods.
     config: GRPOConfig
     engine: Engine
     source: RolloutSource
@@ -57,7 +59,7 @@ class Sampler:
             self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 
     def collect(self, prompts: Steps) -> SampledRound:
-        """Sample and score this rank's prompts. All ranks call it."""
+        """Sample and score this rank's prompts of a round. All ranks call this method."""
         self.hooks.begin_records()
         times, began = self.events.times, time.perf_counter()
         waited = times.seconds["wait"]
@@ -91,7 +93,7 @@ class Sampler:
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
-        """Sample and score an evaluation's prompts of this rank, with zero advantages. All ranks call it."""
+        """Sample and score this rank's prompts of an evaluation, with all advantages 0. All ranks call this method."""
         self.hooks.begin_records(name)
         round_ = PlainRound(self.events.times, self.config.reward_call == "all")
         self.evaluates = True
@@ -110,10 +112,12 @@ class Sampler:
         return self.device_turns.sampling(self.hooks.optimizer)
 
     def stages(self) -> Stages:
-        """Return the functions that make groups, with a subclass's overrides. The hook ``stages`` may change them."""
+        """Return the functions that generate and score groups and compute advantages.
+
+        Methods that a subclass of the trainer overrides replace them. Extensions change them by the hook ``stages``."""
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
-        if self.evaluates:  # `with_advantages` computes them later.
+        if self.evaluates:  # `with_advantages` computes an evaluation's advantages later.
             compute_advantages = lambda group, rewards: torch.zeros(len(group.rollouts))  # noqa: E731
         generate = hooks.generate if "generate" in replaced else self.generate
         begin_score = self._begin_replaced if "score" in replaced else self.begin_scoring
@@ -125,7 +129,7 @@ class Sampler:
         return stages
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Yield one group per prompt, sampled with the settings of training or evaluation."""
+        """Yield one group per prompt. Training and evaluation have sampling settings of their own."""
         config, step, evaluates = self.config, self.hooks.state.global_step, self.evaluates
         sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
         bar = self.events.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
@@ -142,7 +146,7 @@ class Sampler:
                 yield group
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
-        """Begin one call of each reward function, without waiting for workers or async functions."""
+        """Begin one call of each reward function for all ``groups``. Don't wait for workers or async functions."""
         tokenizer = self.hooks.policy.tokenizer
         read = groups if not has_parser(tokenizer) else [with_messages(group, tokenizer) for group in groups]
         if self.scorer.reads_prompt_texts:
@@ -156,7 +160,7 @@ class Sampler:
         return Ready(torch.cat([checked_rewards(score(group), group, functions) for group in groups]))
 
     def with_advantages(self, groups: Sequence[ScoredGroup]) -> SampledStep:
-        """Compute the advantages of an evaluation's groups. All ranks call it."""
+        """Compute the advantages of an evaluation's groups. All ranks call this method."""
         with on_all_ranks("the advantages"):
             advantages = [self._checked_advantages(one.group, one.rewards.clone()) for one in groups]
         judged = [dataclasses.replace(one, advantages=own) for one, own in zip(groups, advantages, strict=True)]

@@ -1,4 +1,6 @@
-"""`Stages`: the functions that make scored groups from prompts. `RolloutSource`: the interface of generators."""
+"""`Stages`: the functions that turn prompts into scored groups.
+
+`RolloutSource`: the interface of objects that generate completions."""
 
 from __future__ import annotations
 
@@ -20,33 +22,33 @@ from .store import RewardedGroup, RolloutStore
 
 
 class RolloutSource(Protocol):
-    """A rollout source generates completions for prompts. The vLLM engine is a rollout source; users may write one."""
+    """An object that generates completions for prompts, such as the vLLM engine. Users may write their own."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield one `Group` per prompt (usually of ``sampling.n`` rollouts) when its last rollout ends, in any order.
+        """Yield one `Group` of completions per prompt, in any order. A group usually has ``sampling.n`` completions.
 
-        Closing the generator early aborts the unfinished prompts.
+        The trainer closes the generator early if it needs no more groups. Then abort the unfinished prompts.
 
         Args:
-            version: optimizer step of the weights that generate. Every `Rollout` records it as `policy_version`.
-            seed: the run's seed. The engine's seed for a prompt depends on this seed, ``purpose`` and the position.
-            purpose: `train` or `eval`.
+            version: optimizer step of the weights to generate with.
+            seed: the run's seed. The vLLM engine derives a prompt's seed from it, ``purpose`` and the position.
+            purpose: `train`, or `eval` for an evaluation.
         """
 
 
 class PendingRewards(Protocol):
-    """Rewards that may still be being computed, like a `concurrent.futures.Future`."""
+    """Rewards that may still be in computation, with methods as in `concurrent.futures.Future`."""
 
     def done(self) -> bool:
-        """Return whether `result` would return without waiting."""
+        """Return whether all rewards are computed."""
 
     def cancel(self) -> object:
-        """Cancel waiting calls, and drop the results of running ones."""
+        """Cancel calls of reward functions that haven't begun, and ignore the results of running calls."""
 
     def result(self) -> torch.Tensor:
-        """Wait for rewards, float32 [completions, reward functions]. NaN: the function abstained."""
+        """Wait for all rewards. Return float32 [completions, reward functions], with NaN in the place of no reward."""
 
 
 BeginScore = Callable[[Sequence[Group]], PendingRewards]
@@ -59,14 +61,16 @@ class InScoring:
 
     def __post_init__(self) -> None:
         journal = self.stages.journal
-        # By position, until `scored` computes the advantages.
+        # Prompt's position -> group with rewards, until `scored` computes the group's advantages.
         self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}
         self._scored: list[ScoredGroup] = []
         self._signals = 0
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        """Yield groups to score. Recorded groups to score again (`rescore: true`) come first."""
+        """Yield a group without rewards per prompt.
+
+        With `rescore: true`, recorded groups to score again come first. The other prompts are sampled."""
         stages = self.stages
         recorded = stages.journal.recall_samples(prompts) if stages.journal is not None else []
         yield from recorded
@@ -82,8 +86,9 @@ class InScoring:
         self.take()
 
     def take(self, group: Group | None = None, position: int | None = None) -> None:
-        """Start to score ``group``. Move groups with ready rewards to ``rewarded``; wait for the group at
-        ``position``."""
+        """Begin to score ``group``, then move every group with complete rewards to `rewarded`.
+
+        Wait only for the rewards of the group at ``position``."""
         stages = self.stages
         if group is not None:
             self._pending[group.position] = (group, stages.begin_score([group]))
@@ -102,16 +107,16 @@ class InScoring:
         return self._signals >= self.stages.enough
 
     def scored(self, wait: bool = True) -> list[ScoredGroup]:
-        """Compute advantages in the order of the prompts, and return the groups that have them.
+        """Compute advantages in the order of the prompts. Return all groups that have advantages.
 
-        Without ``wait``, stop at the first prompt without rewards. Stop also when `has_enough` is true."""
+        Without ``wait``, stop at the first prompt without rewards. In any case stop when `has_enough` is true."""
         for position in [prompt.position for prompt in self.prompts[len(self._scored) :]]:
             if self.has_enough or not (wait or position in self.rewarded):
                 break
             if position not in self.rewarded:
                 self.take(position=position)
             recorded = self.rewarded.pop(position)
-            # A subclass may change the tensor in place.
+            # A copy, because an overridden `compute_advantages` may change the rewards in place.
             advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
             self._scored.append(ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged))
             self._signals += has_signal(self._scored[-1])
@@ -127,10 +132,11 @@ class Stages:
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]
     begin_score: BeginScore
     compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]
-    # Position of a scored group -> values that reward functions logged for it.
+    # Position of a group's prompt -> values that reward functions logged for the group.
     take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
     journal: RolloutStore | None = None
-    checks: bool = True  # Whether user code may have made the groups.
+    checks: bool = True  # Whether to check generated groups, because user code may make them.
     scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring
-    # Later prompts aren't needed after this number of groups with an advantage other than 0, in the prompts' order.
+    # Number of groups with an advantage other than 0 that dynamic sampling still needs. Groups are counted in the
+    # order of their prompts, and the prompts after the last needed group are skipped.
     enough: float = math.inf

@@ -1,4 +1,4 @@
-"""Metrics of a step's or an evaluation's completions, counted per rank and then joined."""
+"""Metrics of the completions of an optimizer step or an evaluation. Counts of all ranks are joined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 from ..runtime.registry import hooks
 
-DIVIDED = ("tools/", "agent/", "carry_over/ages")  # Prefixes of counts to divide among a round's steps.
+# Prefixes of counts of a whole round. Each step of the round reports an equal part.
+DIVIDED = ("tools/", "agent/", "carry_over/ages")
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,23 +24,23 @@ Combine = Callable[[torch.Tensor], torch.Tensor]
 class RolloutStatistics:
     lengths: list[int] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
-    rewards: list[list[float]] = field(default_factory=list)  # [completion][reward function]
-    totals: list[float] = field(default_factory=list)  # Weighted sums per completion. NaN: no rewards.
+    rewards: list[list[float]] = field(default_factory=list)  # Rewards: [completion][reward function].
+    totals: list[float] = field(default_factory=list)  # Combined reward of each completion. NaN: no reward.
     flat_groups: list[bool] = field(default_factory=list)
     prompt_tokens: int = 0
     loss_tokens: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks.
-    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # metric -> (sum, number of values)
-    maxima: dict[str, float] = field(default_factory=dict)  # Metrics to maximise over ranks.
-    distinct: int = 0  # Different completions, counted within each group.
+    counts: Counter[str] = field(default_factory=Counter)  # Metrics to report as sums over ranks.
+    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # Metric -> (sum, number) of logged values.
+    maxima: dict[str, float] = field(default_factory=dict)  # Metrics to report as maxima over ranks.
+    distinct: int = 0  # Number of different completions in each group, summed over groups.
     notes: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
-        """Count a rank's groups. ``combine`` converts rewards [G, R] to totals [G]."""
+        """Compute the statistics of groups. ``combine`` converts rewards [G, R] to totals [G]."""
         found = cls()
         for group in groups:
-            totals = combine(group.rewards.clone())  # `combine` may change the tensor.
+            totals = combine(group.rewards.clone())  # An override may change the copy in place.
             for rollout in group.group.rollouts:
                 found.lengths.append(int(rollout.sampled.sum()))
                 found.ended.append(rollout.finish_reason is FinishReason.STOP)

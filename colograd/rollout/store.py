@@ -1,12 +1,12 @@
-"""`RolloutStore`: the rollout log ("journal"), which gets each scored group before the group is trained on.
+"""`RolloutStore`: the rollout log (setting `journal`). It stores scored groups before they are trained on.
 
-    RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups
+    RUN/_journal/step-00000012/rank-00000.records     a header (`About`), then the scored groups
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups to score again
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the optimizer steps
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
-A round has one folder, and each engine's first rank one file. A resumed run reads the groups sampled after its
-checkpoint."""
+Each round of sampling has a folder. In this folder each engine's first rank writes one file of groups. A resumed run
+reads the groups that were sampled after its checkpoint, and needn't sample them again."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ from ..checkpoint.folders import move_aside
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .record_file import Record, RecordFile, read_records
 
-FOLDER = "_journal"  # transformers pushes no name that begins with "_" to the Hub.
-UNSCORED = ".unscored"  # files with groups to score again
+FOLDER = "_journal"  # It begins with "_", because transformers pushes no such folder to the Hub.
+UNSCORED = ".unscored"  # Suffix of files with groups to score again.
 RECIPE = "recipe.yaml"
-# Recorded settings: names of the reward functions, digests of their source code.
+# Keys of recorded settings: names of the reward functions, and digests of their source code.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
 F = TypeVar("F")
 ABOUT = -1
-SAMPLED = 1024  # Least number of entries of a large parameter that a digest reads.
+# A digest of the weights reads at least this number of entries of each parameter. Smaller ones are read as a whole.
+SAMPLED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class About:
     step: int
-    weights: str  # Digest, or "" for a sharded policy.
+    weights: str  # Digest of the weights, or "" for sharded weights.
     settings: Mapping[str, Any]
 
 
 @dataclass(eq=False)
 class RolloutStore:
-    """The rollout log of one rank, which writes this rank's groups and reads the groups of all ranks."""
+    """The rollout log of one rank. It writes this rank's groups, and reads the groups of all ranks."""
 
     run_dir: str | Path
     rank: int
     settings: Mapping[str, Any]
     reader: Any = None
-    of_samples: Collection[str] = ()  # Settings that completions depend on.
+    of_samples: Collection[str] = ()  # Names of settings that completions depend on.
 
     def __post_init__(self) -> None:
         self.folder, self.file_name = Path(self.run_dir) / FOLDER, f"rank-{self.rank:05d}.records"
@@ -68,8 +69,8 @@ class RolloutStore:
         self._found: dict[int, bytes] = {}
         self._unscored: dict[int, bytes] = {}
         self._round: Path | None = None
-        self.open_files: dict[str, RecordFile] = {}  # Name of the evaluation, or "" for training -> file.
-        self._newest = ""  # Key in `open_files` of the file that `add` writes.
+        self.open_files: dict[str, RecordFile] = {}  # Evaluation's name ("" for training) -> open file.
+        self._newest = ""  # Key in `open_files` of the file that was opened last.
         self._beside: dict[Any, Any] = {}
         self._place: tuple[Path, int, dict[str, Any]] | None = None
         self._pruned = 0
@@ -79,9 +80,12 @@ class RolloutStore:
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the log for a run that resumes at ``step``. Return messages for the console.
 
-        From ``step`` on, rounds of other settings move to another folder, because this run's weights will differ. The
-        round at ``step`` stays if its completions don't depend on these settings. Changed reward functions need
-        ``rescore``."""
+        Rounds from ``step`` on that other settings made move to another folder, because this run's weights will
+        differ. The round at ``step`` itself stays if the changed settings don't affect its completions. Its groups are
+        scored again if reward functions have changed.
+
+        Raises:
+            JournalError: reward functions have changed, and ``rescore`` is False."""
         self._weights_are_read = True
         if not is_writer:
             return []
@@ -126,7 +130,7 @@ class RolloutStore:
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
-        if REWARD_CODE not in found.settings:  # An older version recorded the groups.
+        if REWARD_CODE not in found.settings:  # An old version recorded no digests.
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
@@ -146,7 +150,9 @@ class RolloutStore:
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
         """Open the file of a round or evaluation, and read the groups recorded there. Return a warning, or "".
 
-        Groups of other settings raise JournalError. So do groups of other weights at the first call after `start`."""
+        Raises:
+            JournalError: recorded settings that affect completions differ from this run's, or groups were sampled with
+                other weights. After the first call since `start`, other weights are only a warning."""
         self._end(self.open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
@@ -176,7 +182,7 @@ class RolloutStore:
             self.problem = _problem(folder, error)
 
     def add(self, recorded: RewardedGroup, name: str | None = None) -> None:
-        """Append a group to the newest file or to the file ``name``. An error sets `problem`."""
+        """Append a group to the open file ``name`` (default: the file opened last). An error only sets `problem`."""
         if (file := self.open_files.get(self._newest if name is None else name)) is None:
             return
         started, position = time.perf_counter(), recorded.group.position
@@ -198,7 +204,7 @@ class RolloutStore:
                 self.problem = _problem(file.path, error)
 
     def note_beside(self, write: Callable[[Path], None]) -> None:
-        """Call ``write`` with the folder of the present round, if there is one. An error sets `problem`."""
+        """Call ``write(folder)`` with the folder of the present training round. An error only sets `problem`."""
         if self._round is not None:
             try:
                 write(self._round)
@@ -206,14 +212,18 @@ class RolloutStore:
                 self.problem = _problem(self._round, error)
 
     def open_beside(self, kind: Callable[[Path, int, Mapping[str, Any]], F]) -> F | None:
-        """Return the file of ``kind(folder, rank, about)``, opened once per round. None: before the first `begin`."""
+        """Return a further file of the present round or evaluation, opened by ``kind(folder, rank, about)``.
+
+        The file stays open until the next `begin`. None: `begin` hasn't run yet."""
         if kind not in self._beside and self._place is not None:
             self._beside[kind] = kind(*self._place)
         file: F | None = self._beside.get(kind)
         return file
 
     def lacks(self, problem: str) -> None:
-        """Do nothing, because a run samples missing groups anew. A replay's class raises ``problem``."""
+        """Report that the log lacks groups. Here nothing happens, because a run samples missing groups anew.
+
+        The subclass for replays raises ``problem`` as an error."""
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
@@ -227,7 +237,7 @@ class RolloutStore:
         return problem
 
     def _end(self, names: Collection[str]) -> None:
-        self._flusher.submit(self._flush).result()  # No flush waits or runs now.
+        self._flusher.submit(self._flush).result()  # Files can be closed after this: no flush is queued or runs.
         for name in [*names]:
             self.open_files.pop(name).close()
         for beside in self._beside.values():
@@ -235,13 +245,17 @@ class RolloutStore:
         self._beside.clear()
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return the recorded groups of prompts by position. User code may change the prompts' rows only afterwards."""
+        """Return position -> recorded group of the prompts.
+
+        Also take digests of the prompts' dataset rows, so call it before user code can change the rows."""
         if (file := self.open_files.get(self._newest)) is not None:
             file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Return the recorded groups to score again, without riders that reward functions logged."""
+        """Return the recorded groups to score again, without riders that reward functions logged.
+
+        Riders are data that extensions attach to completions."""
         groups = []
         for recorded in self._recalled(prompts, self._unscored).values():
             rollouts = (
@@ -259,7 +273,7 @@ class RolloutStore:
         return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
 
     def rounds(self) -> dict[int, Path]:
-        """Return step of the sampling weights -> folder, without evaluations."""
+        """Return optimizer step of the sampling weights -> folder, for each recorded round of training."""
         pairs = ((step, folder) for step, folder in self._folders() if folder == self.round_folder(step))
         return {step: folder for step, folder in pairs if any(folder.glob("rank-*.records"))}
 
@@ -288,7 +302,9 @@ class RolloutStore:
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
         if found.step != now.step:
-            raise JournalError(f"{path} is of step {found.step}, but lies in the folder of step {now.step}: move it.")
+            raise JournalError(
+                f"{path} is of step {found.step}, but lies in the folder of step {now.step}: move it away."
+            )
         if found.weights and now.weights and found.weights != now.weights:
             if self._weights_are_read:
                 problem = f"{path} has groups that weights other than this run's sampled at step {now.step}"
@@ -304,7 +320,7 @@ class RolloutStore:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Return a digest of some entries of each parameter, or "" if there is a DTensor."""
+    """Return a digest of some entries of each parameter, or "" for a sharded model (with a DTensor)."""
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):

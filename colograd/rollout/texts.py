@@ -25,8 +25,9 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:
-    """Add parsed messages, e.g. with the reasoning apart, to the rollouts of a conversation. TRL's reward functions get
-    the same."""
+    """Parse the completions of a conversation into messages, e.g. with the reasoning under a separate key.
+
+    Reward functions get these messages, as in TRL. A tokenizer without a response parser leaves the group as it is."""
     if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
         return group
     rollouts = []
@@ -46,7 +47,7 @@ def has_parser(tokenizer: Any) -> bool:
 def parsed_turn(
     tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
 ) -> tuple[dict[str, Any], list[ToolCall]] | None:
-    """Return (message, tool calls) of a completion, or None if it is malformed."""
+    """Parse a completion. Return (message, tool calls), or None for a malformed completion."""
     kwargs: dict[str, Any] = {}
     if getattr(tokenizer, "response_template", None) is not None:
         kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
@@ -54,7 +55,7 @@ def parsed_turn(
         message = clean(tokenizer.parse_response(list(ids), **kwargs))
         found = message.get("tool_calls") or ()
         calls = as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
-    except Exception:  # Malformed tool calls raise errors of any class.
+    except Exception:  # The parser may raise errors of any class for malformed tool calls.
         return None
     if calls is None:
         return None

@@ -1,4 +1,4 @@
-"""Calls of the user's code: the outcome of a call, its time limit, and the place of an error."""
+"""Calls of the user's code: their outcomes and time limits, and the file and line of an error."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .worker_process import COLOGRAD, line_and_traceback
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
-GRACE = 10.0  # Seconds after a call's time limit until the run ends.
+GRACE = 10.0  # Seconds after a call's time limit before the process ends or the call counts as failed.
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    kind: str  # value, raised, late, died (the process) or dropped (no longer needed)
-    value: Any  # Return value, or (line, traceback) of the exception, or exit status.
+    kind: str  # value, raised, late, died (the worker did) or dropped (no longer needed)
+    value: Any  # For value: the result. raised: (line, traceback). died: exit status.
     seconds: float
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})
 
@@ -44,7 +44,7 @@ def unwrapped(function: Any) -> Any:
 
 
 def place_of(function: Any) -> str:
-    """Return ``file.py:12``, where a function begins, or ""."""
+    """Return a function's file and first line as ``file.py:12``, or "" if they are unknown."""
     function = unwrapped(function)
     called = function if inspect.isroutine(function) else type(function).__call__
     code = getattr(called, "__code__", None)
@@ -75,7 +75,7 @@ def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
-    """Await a user's awaitable and return its outcome. SystemExit doesn't end the loop, which others use."""
+    """Await a user's awaitable and return its outcome. SystemExit counts as an error of the call."""
 
     async def guarded() -> Any:
         try:
@@ -99,19 +99,19 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the process's event loop for user code. HTTP clients need the same loop in all calls."""
+    """Return this process's event loop for async user code. An HTTP client needs the same loop in all calls."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="colograd-async", daemon=True).start()
     return loop
 
 
 class Late(BaseException):
-    """A call exceeds its time limit. It isn't an Exception, because user code may catch all of those."""
+    """Raised in a call that exceeds its time limit. It is no `Exception`, because user code may catch every one."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Raise `Late` in the body after ``seconds`` (None: never). A body that goes on for `GRACE` ends the process."""
+    """Raise `Late` in the body after ``seconds`` (None: never). If the body goes on, end the process after `GRACE`."""
     if seconds is None:
         yield
         return
@@ -127,7 +127,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         print(problem, file=sys.stderr, flush=True)
         os._exit(1)
 
-    # The interrupt starts last: Python 3.11 would raise it in a thread that this thread is starting.
+    # While this thread starts another one, Python 3.11 would raise `Late` there. So the interrupt's timer starts last.
     timers = [threading.Timer(seconds + GRACE, leave), threading.Timer(seconds, interrupt)]
     try:
         for timer in timers:
@@ -135,7 +135,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
             timer.start()
         yield
     finally:
-        with running:  # The timer can't interrupt any more, and a pending interrupt is cancelled.
+        with running:  # After this the timer can't raise `Late`, and a pending `Late` is cancelled.
             ended = True
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
         for timer in timers:

@@ -1,5 +1,4 @@
-"""Texts and JSON from models, tools and programs as values that UTF-8 can encode, and copies of arguments for user
-code."""
+"""Clean texts and JSON of models, tools and programs, so that UTF-8 can encode them. Copy arguments for user code."""
 
 from __future__ import annotations
 
@@ -9,17 +8,17 @@ import math
 import sys
 from typing import Any
 
-DEEPEST = 64  # Maximum nesting of JSON. Deeper values exceed Python's stack in templates, copies and pickles.
+DEEPEST = 64  # Maximum depth of nested JSON. Templates, copies and pickles of deeper values may exceed Python's stack.
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep"
-# Maximum characters per token left in the context. Longer texts aren't tokenised, which takes 4 s per megabyte.
+# Maximum characters of a text per token of room. Longer texts count as too long without tokenising (4 s per megabyte).
 CHARACTERS = 16
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
-# `own_copy` copies objects of these modules' classes and of PIL. Others, such as environments, belong to the user.
+# `own_copy` copies objects of classes in these modules and in PIL. Other objects, such as environments, are shared.
 OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Parse JSON without lone surrogates. ``finite`` refuses NaN and infinity. Errors are ValueErrors."""
+    """Parse JSON, and replace lone surrogates. Raise ValueError for invalid JSON, with ``finite`` also for NaN."""
     try:
         return clean(json.loads(text), finite)
     except RecursionError:
@@ -27,7 +26,9 @@ def parse_json(text: str | bytes, finite: bool = False) -> Any:
 
 
 def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
-    """Replace lone surrogates in all texts of a value. Raise ValueError if it is nested deeper than ``depth``."""
+    """Replace lone surrogates in all texts of a value, because UTF-8 can't encode them.
+
+    Raise ValueError for lists and dicts nested deeper than ``depth``, and with ``finite`` for NaN or infinity."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, float) and finite and not math.isfinite(value):
@@ -54,7 +55,9 @@ def printable(text: str) -> str:
 
 
 def own_copy(value: Any) -> Any:
-    """Deep-copy an argument for user code, which may change it. Objects that can't be copied are passed."""
+    """Deep-copy an argument for user code, because user code may change the argument.
+
+    Objects that can't be copied, and objects of classes outside `OF_DATA` and PIL, are returned as they are."""
     kind = type(value)
     if kind in UNCHANGING:
         return value
@@ -68,5 +71,5 @@ def own_copy(value: Any) -> Any:
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # Generators, or tensors with a gradient, say.
+    except Exception:  # E.g. generators and tensors with a `grad_fn` can't be copied.
         return value

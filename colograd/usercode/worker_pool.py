@@ -1,4 +1,4 @@
-"""Worker processes that call reward functions and tools while vLLM decodes, and that can be killed.
+"""Worker processes that call reward functions and tools while vLLM decodes. Late workers can be killed.
 
 cloudpickle sends importable functions by name, and functions of a script or notebook by value. Workers ignore Ctrl-C
 and schedulers' signals (`STOPS`), which all processes of a job get."""
@@ -32,11 +32,11 @@ WORKER = Path(__file__).with_name("worker_process.py")
 START_SECONDS = 600.0
 STOP_SECONDS = 5.0
 LOOK_SECONDS = 0.1
-DROP_SECONDS = 1.0  # Seconds that a cancelled call may go on. A new process takes as long.
+DROP_SECONDS = 1.0  # Seconds that a cancelled call may hold up other calls. Then its worker is killed.
 
 
 class WorkerCall(Future[Outcome]):
-    """A queued or running call. ``state``: (key, pickled trainer state), which a worker gets once per key."""
+    """A queued or running call. ``state`` is (key, pickled trainer state). A worker gets a state only once."""
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
@@ -44,7 +44,9 @@ class WorkerCall(Future[Outcome]):
         self.unneeded_since = math.inf
 
     def cancel(self) -> bool:
-        """Cancel the call, and return whether it hadn't begun. See `DROP_SECONDS` for a running call."""
+        """Cancel a call that hasn't begun, and return True. Otherwise return False.
+
+        The worker of a running call may be killed after `DROP_SECONDS`."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -52,7 +54,7 @@ class WorkerCall(Future[Outcome]):
 
 
 class CannotTravel(ValueError):
-    """A worker can't load functions. ``args[0]`` has a line or None per function."""
+    """Raised if a worker can't load functions. ``args[0]`` has an error or None per function."""
 
 
 class Worker:
@@ -72,7 +74,7 @@ class Worker:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
-                    start_new_session=True,  # Signals of the trainer's group don't reach users' programs.
+                    start_new_session=True,  # Signals to the trainer's process group don't reach user code.
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -91,7 +93,9 @@ class Worker:
             raise CannotTravel(problems)
 
     def run(self, call: WorkerCall, timeout: float | None, is_idle: Callable[[], bool]) -> Outcome:
-        """Run a call and wait for its outcome. A cancelled call may be dropped, see `DROP_SECONDS`."""
+        """Run a call and wait for its outcome. Kill the worker if the call exceeds ``timeout``.
+
+        Also kill it if the call was cancelled and ``is_idle()`` is False, i.e. other calls wait (`DROP_SECONDS`)."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
@@ -115,7 +119,7 @@ class Worker:
         return outcome
 
     def stop(self, patience: float = 0.0) -> int | None:
-        """Wait up to ``patience`` seconds, then kill the process group. Return the exit status, or None."""
+        """Wait up to ``patience`` seconds for the exit, then kill the process group. Return the exit status, if any."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
@@ -131,11 +135,11 @@ class Worker:
 
 @dataclass(eq=False)
 class WorkerPool:
-    """Worker processes with one queue of calls. A daemon thread serves each worker."""
+    """Worker processes that share a queue of calls. Each worker has a daemon thread that sends it calls."""
 
     what: str
     functions: Mapping[str, Callable[..., Any]]
-    size: int  # 0: no function runs in a worker.
+    size: int  # Number of workers. 0: no function runs in a worker.
     timeout: float | None
 
     def __post_init__(self) -> None:
@@ -167,7 +171,7 @@ class WorkerPool:
         return name in self._indices
 
     def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:
-        """Queue a call. Problems of starting the worker or sending arguments are outcomes ``raised``."""
+        """Queue a call. If the worker can't start or the arguments can't be pickled, the outcome is ``raised``."""
         call = WorkerCall(self._indices[name], keywords, state)
         self._queue.put(call)
         return call
@@ -182,7 +186,7 @@ class WorkerPool:
                 outcome = raised_outcome(error)
             call.keywords = {}
             call.set_result(outcome)
-        worker.stop()  # `close` may have run during its start.
+        worker.stop()  # `close` may have run while the worker was starting.
 
     def close(self) -> None:
         self._indices = {}
@@ -194,4 +198,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(STOP_SECONDS)  # A worker that is starting ends with its thread or this process.
+            thread.join(STOP_SECONDS)  # A worker still starting ends with its thread or this process.

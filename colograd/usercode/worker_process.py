@@ -1,10 +1,11 @@
-"""Main program of a worker process: ``python worker_process.py FD``. It imports nothing of Colograd or the user's
-script.
+"""Main program of a worker process: ``python worker_process.py FD``. This file imports nothing of Colograd.
 
-User code runs on the main thread, as signals need. The messages on socket FD are pickles:
+User code runs on the main thread, because Python handles signals only there. Messages on the socket FD are pickles:
 
-    from the parent   (sys.path, functions); then per call (index, pickled new state or None, keywords, is_reward)
-    to the parent     a loading error or None per function; then per call the fields of `Outcome`"""
+    from the parent   first (sys.path, pickled functions)
+                      per call (index of the function, pickled new trainer state or None, keywords, is_reward)
+    to the parent     first a loading error or None per function
+                      per call the fields of `Outcome`"""
 
 from __future__ import annotations
 
@@ -22,22 +23,22 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Colograd's folder. Users' tracebacks begin behind the files in `PLUMBING`.
+# Colograd's folder. Tracebacks for users leave out leading frames of the files in `PLUMBING`.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
-STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals of schedulers, see `stop_signals`.
-PER_TOKEN = ("completion_ids", "completion_mask")  # A worker gets them as arrays or bytes.
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Schedulers stop a job with these signals.
+PER_TOKEN = ("completion_ids", "completion_mask")  # Sent to workers as arrays or bytes, not as lists.
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 
 class CallLog:
-    """Values that one call of a reward function logs: `extra` is ``log_extra``, `metric` is ``log_metric``."""
+    """Values that one call of a reward function logs: `extra` is its ``log_extra``, `metric` its ``log_metric``."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
 
     def extra(self, column: str, values: Any) -> None:
-        """Append values to a column of the completions table, one per completion."""
+        """Append one value per completion to a column of the completions table."""
         _check_name("log_extra", "column", column)
         values = _plain(values)
         if not isinstance(values, (list, tuple)):
@@ -46,12 +47,12 @@ class CallLog:
         self.columns.setdefault(column, []).extend(map(_plain, values))
 
     def metric(self, name: str, value: Any) -> None:
-        """Append a number to a metric. Reports have the mean of all numbers."""
+        """Append a number to a metric. The mean of all its numbers is reported."""
         _check_name("log_metric", "metric", name)
         value = _plain(value)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             got = f"{value!r:.60} ({type(value).__name__})"
-            raise TypeError(f"log_metric({name!r}, ...) got {got}, but takes a finite number: skip the call.")
+            raise TypeError(f"log_metric({name!r}, ...) got {got}, but takes a finite number: skip other values.")
         self.metrics.setdefault(name, []).append(float(value))
 
 
@@ -69,7 +70,7 @@ def _plain(value: Any) -> Any:
 def main(descriptor: int) -> None:
     set_parent_death_signal = 1
     with contextlib.suppress(OSError, AttributeError):
-        # Linux kills this process with the thread that started it, even in an endless loop.
+        # Linux kills this process when the thread that started it ends, even in an endless loop.
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
     _leave_signals_to_parent()
     connection = Connection(descriptor)
@@ -115,7 +116,7 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
 
 
 def line_and_traceback(error: BaseException) -> tuple[str, str]:
-    """Return "type: message", and the traceback without the leading frames of Colograd."""
+    """Return an error as "type: message", and its traceback without Colograd's leading frames."""
     frames = step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
@@ -128,7 +129,8 @@ def line_and_traceback(error: BaseException) -> tuple[str, str]:
 def _leave_signals_to_parent() -> None:
     """Ignore Ctrl-C and schedulers' signals, because the trainer needs its workers until the round is complete.
 
-    Programs of user code would inherit SIG_IGN. A fork blocks signals, which the child would lose."""
+    Schedulers' signals get an empty handler, because programs of user code would inherit ``SIG_IGN``. A fork blocks
+    these signals until the child has default handlers, because the empty handler would lose a signal to the child."""
 
     def ignore(number: int, frame: Any) -> None:
         pass

@@ -179,5 +179,5 @@ def test_gsm8k_rows_have_verls_question(tmp_path: Path) -> None:
     assert row == {"prompt": [{"role": "user", "content": f"What is 20 times 60? {instruction}"}], "answer": "1200"}
     assert rows("test", str(file)) is None, "a file has one split"
     file.write_text('{"question": "?", "answer": "12"}\n')
-    with pytest.raises(ValueError, match="gsm8k, row 0: the answer '12' doesn't end with"):
+    with pytest.raises(ValueError, match="gsm8k, row 0: the answer '12' has no"):
         rows(path=str(file))

@@ -1,4 +1,4 @@
-"""A curriculum: prompts are chosen by their pass rates (setting `curriculum`)."""
+"""A curriculum: chooses prompts by pass rate, dataset column or difficulty (setting `curriculum`)."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "check_settings": "settings:read_curriculum",

@@ -36,7 +36,7 @@ class CurriculumOrder(StepOrder):
     missing = "had no curriculum"  # Why a checkpoint has no record, for an error text.
     settings: Curriculum
     round_steps: int
-    pools: np.ndarray | None  # Index into ``shares``, int [rows]. None: pools by pass rate.
+    pools: np.ndarray | None  # Each row's pool as an index into ``shares``, int [rows]. None: pools by pass rate.
     difficulties: np.ndarray | None
 
     @classmethod
@@ -64,7 +64,7 @@ class CurriculumOrder(StepOrder):
         self.rate = np.full(self.num_rows, np.nan, dtype=np.float32)
         for name, array in (("drawn", self.drawn), ("last", self.last), ("rate", self.rate)) if state else ():
             array[:] = np.frombuffer(zlib.decompress(base64.b64decode(state[name])), dtype=array.dtype)
-        self.begun = self.rounds  # The first round that a resumed run samples.
+        self.begun = self.rounds  # Index of the first round that this run samples.
         self._present: list[int] = []
 
     @property
@@ -74,7 +74,7 @@ class CurriculumOrder(StepOrder):
         return {"rounds": self.rounds, "rows": self.num_rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Record (position, pass rate) pairs of the sampled round. NaN: not judged."""
+        """Record (position, pass rate) pairs of the round just sampled. NaN: no completion has a reward."""
         for position, rate in sorted(dict(passes).items()):
             row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1

@@ -55,10 +55,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    pass_threshold: float = 1.0  # Lowest weighted reward of a pass.
-    solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None: no prompt is solved.
-    revisit_after: float = 1.0  # Epochs that a solved prompt rests.
-    column: str | None = None  # Dataset column with pools. None: pools by pass rate (`LEVELS`).
+    pass_threshold: float = 1.0  # A completion passes from this combined reward on.
+    solved_at: float | None = 1.0  # A prompt is solved from this last pass rate on. None: never.
+    revisit_after: float = 1.0  # Epochs without draws of a solved prompt, if others are left.
+    column: str | None = None  # Dataset column with each row's pool. None: `LEVELS`.
     shares: Mapping[str, Schedule] | None = None
     difficulty: str | None = None
     difficulty_until: Schedule | None = None  # Highest difficulty to draw while enough rows are left.

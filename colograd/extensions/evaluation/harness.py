@@ -25,8 +25,8 @@ from .specs import YAML, TaskSpec, check_harness
 GENERATE, SCORE = "generate_until", "loglikelihood"
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
-DEFAULT_TOKENS = 256  # The harness's default.
-FEWSHOT_SEED = 1234  # The harness's default.
+DEFAULT_TOKENS = 256  # Maximum tokens if the task sets none, as in the harness.
+FEWSHOT_SEED = 1234  # Seed for few-shot examples, as in the harness.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class Rules:
     tokenizer: Any
     context: int
     max_tokens: int | None = None
-    limits: bool = False  # The smaller one of `max_tokens` and the task's maximum counts.
+    limits: bool = False  # Whether `max_tokens` may only lower the task's maximum, not replace it.
     temperature: float | None = None
     top_p: float | None = None
-    spread: float = 1.0  # For several completions per question of a task that samples greedily.
+    spread: float = 1.0  # Temperature of several completions per question, if the task is greedy.
     template: bool | None = None  # None: a chat template only for sampled completions.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()
@@ -237,7 +237,7 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
         ids = encoder.tok_encode(arguments[0])
         room = max(rules.context - sampling.max_tokens, rules.context // 2)
         return Request(instance, tuple(ids[-room:]), sampling), len(ids) > room
-    room = rules.context - 1  # The engine has to sample one token.
+    room = rules.context - 1  # vLLM must sample at least one token.
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)

@@ -1,6 +1,6 @@
 """`Judge`: calls a task's filters and metrics in worker processes. `CodeEval` runs a model's programs.
 
-Limits of the programs contain bugs, but no attacker: programs have the user's rights and network."""
+Time and memory limits stop faulty programs, but no attacker: programs have the user's rights and network."""
 
 from __future__ import annotations
 
@@ -137,6 +137,6 @@ def run_python(program: str, seconds: float) -> bool:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            if status not in ENDED_BY_SCHEDULER:  # A scheduler's signal ended it, so it runs once more.
+            if status not in ENDED_BY_SCHEDULER:  # A program that a scheduler's signal ended runs twice.
                 break
         return end.is_file() and end.read_text(errors="replace") == token

@@ -46,7 +46,7 @@ def names_of(texts: Sequence[str]) -> Mapping[str, str]:
     names: dict[str, str] = {}
     for text in texts:
         TaskSpec.parse(text)
-        name = re.split(r"[\[@]", text)[0]  # Metrics keep a former name: `eval_math500_accuracy`.
+        name = re.split(r"[\[@]", text)[0]  # Metrics have the user's name, e.g. `math500`.
         name = Path(name).stem if name.endswith(YAML) else name
         if name in names:
             raise ValueError(f"The task {name!r} is named twice: name each task once.")

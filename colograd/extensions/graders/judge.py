@@ -33,13 +33,13 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 class Judge:
     """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
 
-    It abstains without a valid reply. Each of N ranks may spend 1/N of the maxima."""
+    `Judge` abstains without a valid reply. Each of N ranks may spend 1/N of `max_calls` and `max_tokens`."""
 
     address: str = ""  # URL such as http://localhost:8000/v1. Default: the environment variable COLOGRAD_JUDGE_ADDRESS.
     model: str = ""  # Model's name in requests. Default: the environment variable COLOGRAD_JUDGE_MODEL.
     question: str = QUESTION  # Template with {prompt}, {completion}, {low}, {high} and columns of the dataset.
     scale: tuple[float, float] = (0.0, 10.0)  # Lowest and highest valid number in a reply.
-    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Further fields.
+    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Request fields.
     cache: str | None = CACHE  # Folder of cached replies. None disables the cache.
     tries: int = 4  # Maximum number of requests for one score.
     backoff: float = 1.0  # Seconds before the second try, doubled before each later try.
@@ -117,7 +117,7 @@ class Judge:
             if found is not None and file is not None:
                 with contextlib.suppress(OSError):
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    part = file.with_name(f"{file.name}.{os.getpid()}")  # Other processes read whole files only.
+                    part = file.with_name(f"{file.name}.{os.getpid()}")  # So others never read half a file.
                     part.write_text(json.dumps({"reply": found}))
                     os.replace(part, file)
             if found is not None:

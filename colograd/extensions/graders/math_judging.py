@@ -18,7 +18,7 @@ LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_ancho
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
 ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # Decimals to compare, as in math-verify and lighteval.
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
-MOST_DIGITS = 30  # Digits of numbers with an exponent to write out.
+MOST_DIGITS = 30  # Numbers with an exponent up to this size are written out.
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\{|\}")
 _JOINT = re.compile(r"(?:\s|\$|\\[()\[\]]|\\quad\b|,|;|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})+")
@@ -30,7 +30,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
-    # Without ``$`` read it as LaTeX first, or if it has words ("the answer is 42") as it is.
+    # A gold answer without ``$`` is read as LaTeX first. With words ("the answer is 42") it is first read as it is.
     final = _answer_in(gold.rpartition("####")[2].strip())
     ways = [final]
     if not _ANCHOR.search(final):
@@ -41,7 +41,7 @@ def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
     extraction = LATEX_OR_NUMBER if bare_numbers else LATEX
     answer = _read(_answer_in(text), extraction, first=not bare_numbers)
     shown, rounding = _shown(expected), ROUNDING[extraction]
-    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # 0.0001 needs 3 more decimals.
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # Small numbers need more decimals: 0.0001 needs 3 more.
         number = Decimal(shown)
         rounding += max(0, -number.adjusted() - 1) if number else MOST_DIGITS
     right = verify(expected, answer, float_rounding=rounding, timeout_seconds=SECONDS)
