@@ -15,11 +15,11 @@ from ..policy.supported import read_config
 from ..runtime import registry
 from .protocol import EngineUse
 
-# Tokens per KV cache block on a CPU. A group's completions share only full blocks of their prompt, and vLLM's default
-# blocks of 128 tokens are longer than most prompts.
+# Tokens per KV cache block on a CPU. The completions of one prompt share only full blocks of the prompt. vLLM's
+# default blocks of 128 tokens are longer than most prompts.
 CPU_BLOCK = 32
 MOST_SEQUENCES = 1024  # Default maximum of sequences decoded at once, as in vLLM on the largest GPUs.
-FAR_APART = 128  # Tokens between two CUDA graph sizes that only evaluations reach.
+FAR_APART = 128  # Distance in tokens of CUDA graph sizes that training doesn't reach.
 VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of 64 rows before it splits the rows over ranks.
 KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel for GPUs that keeps a checkpoint's layout
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -62,7 +62,8 @@ def engine_kwargs(
     if config.world_size > 1:
         kwargs["distributed_timeout_seconds"] = kwargs["cpu_distributed_timeout_seconds"] = config.ddp_timeout
     if config.vllm_tensor_parallel_size > 1:
-        # In some versions of vLLM an asynchronous scheduler depends on whether the rank's own batch is done.
+        # In some versions of vLLM an asynchronous scheduler depends on whether the rank's own batch is done. Then the
+        # ranks of one engine could choose different batches.
         kwargs["async_scheduling"] = False
     if config.on_cpu:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -72,13 +73,13 @@ def engine_kwargs(
         # so that a weight sync can't write them.
         kwargs["attention_backend"] = getattr(AttentionBackendEnum, "CPU_MLA", None)
     else:
-        # With `kv_cache_memory_bytes` vLLM uses the utilization only to check that this share of memory is free.
+        # With `kv_cache_memory_bytes` vLLM only checks that the share `gpu_memory_utilization` is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs["moe_backend"] = KEEPS_EXPERTS
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
-            kwargs["disable_custom_all_reduce"] = True  # vLLM's kernel would query GPUs that this process can't see.
-        if use.sequences:  # vLLM's default, up to 1,024, doesn't know the run's batch.
+            kwargs["disable_custom_all_reduce"] = True  # The kernel would query GPUs that this process can't see.
+        if use.sequences:  # vLLM's default of max_num_seqs ignores the run's batch size.
             width = int(given.get("max_num_seqs") or min(use.sequences, MOST_SEQUENCES))
             kwargs["max_num_seqs"] = width
             says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
@@ -104,7 +105,7 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
 
 
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Return the batch sizes in tokens to capture CUDA graphs for. Each costs memory and time at start.
+    """Return the batch sizes in tokens to capture CUDA graphs for. Each graph costs memory and time at start.
 
     A step has at most ``width`` sequences, a step of training at most ``trained``. With drafts (speculative decoding) a
     step has at most ``most`` tokens, ``multiple`` per sequence. vLLM drops sizes that aren't multiples of ``multiple``.

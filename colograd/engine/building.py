@@ -29,7 +29,7 @@ TESTED_VLLM, PIN, READ_VLLM = ("0.25", "0.32"), "vllm>=0.25,<0.33", SpecifierSet
 MODEL_BUILDER = "vllm.model_executor.model_loader.base_loader:initialize_model"
 _compile_threads: str | None = None  # the user's TORCHINDUCTOR_COMPILE_THREADS, which vLLM's import changes
 
-# Errors that show a fault in vLLM's code or in a model's configuration, not in the user's settings.
+# Errors that usually show a fault in vLLM's code or in a model's configuration, not in the user's settings.
 OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
 
 
@@ -50,7 +50,7 @@ def explained_errors(model: str) -> Iterator[None]:
                 raise RuntimeError(
                     f"vLLM's code for {model} can't be imported ({first}): install that package."
                 ) from error
-        from pydantic import ValidationError  # vLLM depends on pydantic
+        from pydantic import ValidationError
 
         if isinstance(error, ValidationError):
             said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
@@ -227,8 +227,8 @@ def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, *
 
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
-    """Keep the weights of linear layers in place. vLLM would pack them on a CPU, so that no weight sync can write them.
-    In measurements plain torch was as fast."""
+    """Keep the weights of a CPU engine's linear layers unpacked, because no weight sync can write packed weights. In
+    measurements torch's products with unpacked weights were as fast."""
 
     def keep(theirs: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = cpu_products.linear
@@ -279,14 +279,14 @@ def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewind requests' random generators after a chunk of a prompt that isn't the last. vLLM rewinds them by an offset,
-    which generators on a CPU lack."""
+    """Rewind the random generators of requests with a partly computed prompt. vLLM drew unused numbers. Its own
+    code sets the generator's offset, which generators on a CPU lack."""
     batch, held = self.input_batch, {}
     for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
         if (generator := batch.generators.pop(row, None)) is not None:
             held[row] = generator.manual_seed(generator.initial_seed())
             for _ in self.requests[batch.req_ids[row]].output_token_ids:
-                torch.rand(1, generator=generator)  # as `one_draw_per_token` did
+                torch.rand(1, generator=generator)  # draw as `one_draw_per_token` did
     try:
         return theirs(self, *args, **kwargs)
     finally:
@@ -328,8 +328,8 @@ def one_draw_per_token(
 
 @functools.cache
 def find_kernels_once(theirs: Any, *platform: Any) -> None:
-    """Search only vLLM's modules for Triton kernels, once per process. vLLM searches all 7,000 imported modules for
-    each engine, which takes a second or two."""
+    """Search only vLLM's modules for Triton kernels, once per process. vLLM searches all imported modules (about
+    7,000) for each engine, which takes a second or two."""
     from vllm.triton_utils import dispatcher
 
     class Modules:
@@ -345,8 +345,8 @@ def find_kernels_once(theirs: Any, *platform: Any) -> None:
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
     """Let a CPU engine compute its one adapter by plain matrix products, rounded once into the layer's output as in
-    peft. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores they take 1.7 ms, and vLLM's kernels 13.6
-    ms."""
+    peft. On two cores the products took 1.7 ms, and vLLM's kernels 13.6 ms (512 tokens, 576 to 1,536 features,
+    rank 16)."""
     from vllm.lora.punica_wrapper import punica_cpu
 
     theirs: Any = punica_cpu.PunicaWrapperCPU
@@ -376,7 +376,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     decorates transformers' model classes in place, and the policy uses the same classes. Modules of vLLM's model get
     subclasses with vLLM's changes."""
     kinds: list[Any] = [PreTrainedModel]
-    for kind in kinds:  # the list grows while it is read
+    for kind in kinds:  # the loop also reads the classes that it appends
         kinds += kind.__subclasses__()
     before = {kind: (kind.__bases__, dict(vars(kind))) for kind in kinds}
     registered: dict[str, Any] = CONFIG_MAPPING._extra_content
@@ -384,7 +384,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # configurations that vLLM registered
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # registered by vLLM
             del registered[model_type]
         registered |= registered_before
         theirs = {}
@@ -417,7 +417,7 @@ def build_gemma(theirs: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         def with_inputs(
             input_ids: torch.Tensor | None, *others: Any, per_layer_inputs: Any = None, **named: Any
         ) -> Any:
-            if per_layer_inputs is None and input_ids is not None:  # (tokens, layers, size)
+            if per_layer_inputs is None and input_ids is not None:  # Shape: (tokens, layers, size).
                 per_layer_inputs = embed(input_ids).view(len(input_ids), layers, -1)
             return forward(input_ids, *others, per_layer_inputs=per_layer_inputs, **named)
 

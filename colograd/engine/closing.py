@@ -1,8 +1,8 @@
 """Shutdown of an engine that is closed, that fails while it is built, or that was dropped without being closed.
 
 All engines of a process share vLLM's process groups, but vLLM's shutdown of any engine destroys these groups, and
-torch's group. So vLLM's finaliser is detached, and vLLM's groups are destroyed with the last engine. Torch's group
-stays.
+torch's group. So vLLM's finaliser, which shuts down a dropped engine, is detached. Here vLLM's groups are destroyed
+with the last engine, and torch's group stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..runtime import failures
 from .building import replaced
 
 _alive: set[Any] = set()  # vLLM's running engine cores, and a token for each engine that is being built.
-_set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces torch's function.
+_set_num_threads = torch.set_num_threads  # Torch's own function, because vLLM's CPU worker replaces it.
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def _shut_down(core: Any) -> None:
     with (
         replaced(parallel_state, "destroy_distributed_environment", lambda: None),
         replaced(parallel_state, "destroy_model_parallel", lambda: None),
-        replaced(gc, "collect", lambda *_: 0),  # vLLM's collection of garbage takes half a second.
+        replaced(gc, "collect", lambda *_: 0),  # Here vLLM's garbage collection would take half a second.
         contextlib.suppress(Exception),  # If the shutdown fails, dropping the core frees its memory.
     ):
         core.shutdown()

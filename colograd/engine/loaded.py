@@ -83,7 +83,7 @@ class LoadedVLLM:
                 feature.built(self)
         self.dtype = model_config.dtype
         self.head_dtype = model_config.head_dtype if computes_float32_heads() else self.dtype
-        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # ids from here on have no token
+        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # greater ids have no token
         self.context = int(model_config.max_model_len)
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
@@ -91,7 +91,7 @@ class LoadedVLLM:
         scheduler, preempt = self.scheduler, self.scheduler._preempt_request
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            scheduler.preemptions += 1  # No reference to this engine, because a dropped engine must be collected.
+            scheduler.preemptions += 1  # A reference to `self` would keep a dropped engine alive.
             return preempt(*args, **kwargs)
 
         scheduler.preemptions, scheduler._preempt_request = 0, counted
@@ -147,8 +147,8 @@ class LoadedVLLM:
 
     def _forget_prefixes(self, version: int | None) -> None:
         inner = self.core.engine_core.engine_core
-        # vLLM's worker learns of finished requests only in a further step. With asynchronous scheduling a batch may be
-        # in flight, and resetting the prefix cache would destroy the batch's record of routed experts.
+        # Only a further step informs vLLM's worker about finished requests. With asynchronous scheduling a batch may
+        # still run, and resetting the prefix cache would destroy the batch's record of routed experts.
         while inner.scheduler.has_requests() or inner.batch_queue:
             self.core.step()
         if not self.core.reset_prefix_cache():
@@ -197,7 +197,7 @@ class LoadedVLLM:
     def wake(self) -> None:
         if not self.asleep:
             return
-        torch.cuda.empty_cache()  # vLLM's KV cache doesn't come from torch's allocator
+        torch.cuda.empty_cache()  # makes room for vLLM's KV cache outside torch's allocator
         self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM's KV cache stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
@@ -215,7 +215,7 @@ class LoadedVLLM:
 def leading(core: Any, group: Lockstep) -> Iterator[None]:
     """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks. All
     schedulers must get the same calls between two steps, but the calls depend on clocks, rewards and the user's
-    code."""
+    code, which may differ by rank."""
     calls: list[bytes] = []  # Pickled calls of ``core`` since the last step.
 
     def told(name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

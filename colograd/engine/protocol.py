@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class StaleWeights(RuntimeError):
-    """The error of sampling while the engine's weights are not from the trainer's present optimizer step."""
+    """The error of sampling while the engine's weights are not from the required optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,18 @@ class Sampled:
     logprobs: array[float]  # Log-probabilities of the sampled tokens in nats, [C] float32.
     finish_reason: FinishReason
     riders: tuple[Rider, ...] = ()  # Per-token data of extensions.
-    # With the option `prompt_logprobs`: log-probability and rank of each prompt token, None for the first token.
+    # (log-probability in nats, rank) of each prompt token, None for the first token. Empty unless the request sets
+    # vLLM's `prompt_logprobs`.
     prompt: Sequence[tuple[float, int] | None] = ()
 
 
 class Load(NamedTuple):
-    """The engine's load after one engine step: numbers of sequences, and use of the KV cache."""
+    """The engine's present load: numbers of sequences, and use of the KV cache."""
 
     running: int  # Number of running sequences.
     waiting: int  # Number of sequences that wait to start.
     cache: float  # Used fraction of the KV cache, between 0 and 1.
-    preemptions: int = 0  # Since the engine was built: sequences that lost their KV cache, computed again later.
+    preemptions: int = 0  # How often a sequence lost its KV cache since the engine was built.
 
 
 class Engine(Protocol):
@@ -87,7 +88,7 @@ class Engine(Protocol):
         """Run one engine step. Return the name and the n completions of each request that finished in the step."""
 
     def load(self) -> Load:
-        """Return the engine's load after the last engine step."""
+        """Return the engine's present load."""
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop unfinished ``requests`` and their tokens. Names of finished requests are ignored."""
@@ -111,7 +112,8 @@ class Engine(Protocol):
         """Raise a ValueError if the engine refuses these sampling settings."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work`` on the engine's first rank. Other ranks repeat its calls of vLLM, and return ``others``."""
+        """Run ``work`` on the engine's first rank, and return its result. The engine's other ranks repeat the calls of
+        vLLM, and return ``others``."""
 
     @property
     def tensors(self) -> VLLMTensors:

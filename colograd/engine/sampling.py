@@ -15,11 +15,12 @@ from ..batch import FinishReason, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..config.sampling import SHAPING
 
-RESERVED = (  # The trainer sets these parameters for each request.
+RESERVED = (  # Parameters of vllm.SamplingParams that only the trainer may set.
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
-# `generation_kwargs` may set these parameters. Others may return results that Colograd doesn't read.
+# Parameters of vllm.SamplingParams that `generation_kwargs` may set. Others are refused, because Colograd doesn't read
+# the results of all parameters.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
@@ -72,14 +73,14 @@ class Sampling:
                 if unknown := [key for key in given if key not in known]:
                     raise ValueError(f"{name} has {unknown[0]!r}, but can only have the keys {', '.join(known)}.")
                 options[name] = kind(**given)
-        if isinstance(bias := options.get("logit_bias"), dict):  # keys are strings if the setting came as JSON
+        if isinstance(bias := options.get("logit_bias"), dict):  # in JSON the keys (token ids) are strings
             options["logit_bias"] = {int(token): value for token, value in bias.items()}
         return cls(n, int(max_tokens or 512), temperature, options)
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
-    """Return the seed of the prompt at ``position`` in the stream of prompts. The hash has 62 bits, because vLLM seeds
-    the i-th of n completions with seed + i."""
+    """Return the seed of the prompt at ``position`` in the stream of prompts. The seed has 62 bits,
+    because vLLM adds i to the seed for the i-th completion, and the sum must fit in 64 bits."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
@@ -122,7 +123,8 @@ def finish_reason_of(name: str) -> FinishReason:
 class LengthHistory:
     """Mean completion length of each prompt in tokens, from the prompt's last sampling. Prompts with long completions
     start first, by the longest-processing-time rule of list scheduling (Graham 1969, https://doi.org/10.1137/0117039).
-    A checkpoint contains the lengths, because another order could change the engine's rounding."""
+    A checkpoint contains the lengths, so that a resumed run has the same order of prompts. Another order could
+    change the engine's rounding."""
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}  # Mean length in tokens by `ModelInput.key` of the prompt.

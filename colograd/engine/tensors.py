@@ -12,7 +12,8 @@ import torch
 from ..policy.lora import base_name
 
 AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # Names of vLLM's kernels that read experts as checkpoints store them.
-# Functions that vLLM's weight loaders apply to tensors. Key: last parts of the checkpoint's name and of vLLM's name.
+# Functions that vLLM's weight loaders apply to a checkpoint's tensors. Key: the last component of the tensor's name in
+# the checkpoint, and of its name in vLLM.
 FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
     ("A_log", "A"): lambda decay: -torch.exp(decay.float())  # Mamba's state matrix A is computed from A_log
 }
@@ -40,7 +41,8 @@ class VLLMTensors:
         return {name: parameter for name, parameter in named if name is not None}
 
     def renamed(self, name: str) -> str:
-        """Translate the name of a tensor in a checkpoint into vLLM's name, before layers are fused."""
+        """Translate a tensor's name in a checkpoint into vLLM's name. A part of a fused layer keeps its own name, e.g.
+        `q_proj`."""
         found = _renamed(self._model, name)
         for path, part in self._with_own_names.items():  # Gemma 3n's text model renames tensors a second time.
             if found not in self._names and found.startswith(path):
@@ -99,7 +101,7 @@ def _renamed(model: Any, name: str) -> str:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return name
-    if getattr(mapper, "orig_to_new_stacked", None):  # fusing by the mapper would lose the part's name
+    if getattr(mapper, "orig_to_new_stacked", None):  # else the mapper would return `qkv_proj` for `q_proj`
         mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
     return next(iter(mapper.apply_list([name])), name)
 

@@ -111,7 +111,7 @@ class VLLMEngine(LoadedVLLM):
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
-            logprobs=0,  # log-probabilities of sampled tokens only
+            logprobs=0,  # Log-probabilities of sampled tokens only.
             flat_logprobs=True,  # One list of log-probabilities is faster than one object per token.
             detokenize=bool(options.get("stop")),  # vLLM decodes text only to find stop strings.
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -119,7 +119,7 @@ class VLLMEngine(LoadedVLLM):
         )
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
-        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM's rows end with padding
+        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # padding rows exist
             raise ValueError(
                 f"A prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
                 "numbered from 0. Use the tokenizer of the model."
@@ -182,8 +182,8 @@ class VLLMEngine(LoadedVLLM):
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
         prompts = {name: self._open[name] for name in requests if name in self._open}
-        outputs: dict[str, Any] = {}  # last output of each request by request name, with all sampled tokens
-        # vLLM makes outputs of aborted requests only for streaming clients of its server.
+        outputs: dict[str, Any] = {}  # Last output of each request by name.
+        # vLLM makes outputs of aborted requests only for streaming clients of its server, so `stream` acts as one.
         stream = SimpleNamespace(put=lambda output: outputs.update({output.request_id: output}))
         for state in self.core.output_processor.request_states.values():
             if state.external_req_id in prompts:

@@ -1,6 +1,6 @@
 """Faster bfloat16 matrix products on CPUs without bfloat16 instructions.
 
-On such a CPU torch uses plain loops, 20 to 40 times slower than float32 products with their gradients. Here the factors
+On such a CPU torch's bfloat16 products use plain loops, 20 to 40 times slower than in float32. Here the factors
 are cast to float32, and the result is rounded to bfloat16 once.
 """
 
@@ -68,7 +68,7 @@ _room = 0  # Bytes left for further float32 copies.
 @contextlib.contextmanager
 def constant_weights() -> Iterator[None]:
     """Let `linear` keep float32 copies of weights, which must not change in this context. Decoding multiplies by each
-    weight once per step, and casts would take a quarter of its time."""
+    weight once per step, and casts would take a quarter of decoding's time."""
     global _copies, _room
     if not wanted():
         yield
@@ -84,7 +84,7 @@ def constant_weights() -> Iterator[None]:
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
     global _room
     assert _copies is not None
-    if not isinstance(weight, torch.nn.Parameter):  # Other tensors are temporary, and Python reuses their ids.
+    if not isinstance(weight, torch.nn.Parameter):  # Other tensors may be temporary, and Python reuses ids.
         return weight
     if id(weight) not in _copies and (nbytes := 4 * weight.numel()) <= _room:
         _copies[id(weight)], _room = (weight, weight.detach().float()), _room - nbytes

@@ -17,7 +17,7 @@ import torch
 
 PAGE = 4096
 HUGE = 2**21  # Bytes of a large page.
-_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # buffers by (device, bytes)
+_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # By (device, bytes).
 
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
@@ -30,7 +30,7 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
             pages.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(pages)
     if device is not None and device.type == "cuda":
-        pages.madvise(mmap.MADV_DONTFORK)  # With pages shared with a fork, a write would replace the GPU's page.
+        pages.madvise(mmap.MADV_DONTFORK)  # After a fork, a write would move the page away from the GPU's page.
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         # If registering fails, the memory stays pageable, and copies are slower.
         if _call(device, pages, "cudaHostRegister", address, len(pages), 0):
@@ -52,7 +52,7 @@ def reserve(sizes: Iterable[int], device: torch.device) -> None:
         for size, buffer in buffers:
             try:
                 buffer.set_result(host_pages(size, device))
-            except BaseException as error:  # `host_empty` raises it where the memory is needed.
+            except BaseException as error:  # `host_empty` raises the error.
                 buffer.set_exception(error)
 
     threading.Thread(target=lock, name="page-locking", daemon=True).start()

@@ -139,7 +139,7 @@ def free_port() -> int:
 
 
 def follow_launcher() -> None:
-    """Make Linux send SIGTERM when `accelerate launch` of one process dies, because it doesn't forward signals."""
+    """Make Linux send SIGTERM when `accelerate launch` of one process dies, as it forwards no signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         _call_glibc("prctl", 1, signal.SIGTERM)  # 1: the constant PR_SET_PDEATHSIG of sys/prctl.h.
 
@@ -157,7 +157,7 @@ def rank_variables() -> Iterator[None]:
 
 
 def drop_inherited_ranks() -> None:
-    """Remove rank variables that a parent process without launcher set for itself. The parent uses their port."""
+    """Remove rank variables that a parent process without launcher set for itself. The parent uses this port."""
     process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
     if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
         for name in (*RANK_VARIABLES, RANK_OF_ONE):

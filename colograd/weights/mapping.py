@@ -38,7 +38,7 @@ class Slice:
     name: str  # Name of the parameter or buffer in the policy.
     source: torch.Tensor  # The policy's parameter or buffer. For a quantised parameter a meta tensor of its shape.
     destination: torch.Tensor  # A view of the engine's tensor.
-    cut: tuple[slice, ...] = ()  # Index of the part of ``source`` in ``destination``. Empty for the whole source.
+    cut: tuple[slice, ...] = ()  # Index into ``source`` of the part in ``destination``. Empty: the whole source.
     packed: PackedWeight | None = None  # The policy's quantised weight. None for other parameters.
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # Elementwise function from policy to engine values.
     again: bool = False  # Whether ``destination`` is the engine's second copy of the parameter, e.g. for decoding.
@@ -363,8 +363,8 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 
 
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield known orders of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An order lists row
-    indices of the policy in the engine's order, in tensors that ranks divide."""
+    """Yield known orders of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An order is a
+    list of tensors, which the ranks divide one by one: the policy's row indices in the engine's order."""
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
         by_head = rows.view(keys, group + 2, -1)

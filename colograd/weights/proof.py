@@ -1,8 +1,9 @@
 """Checks at start that a weight sync reaches the engine: each parameter's slice of an engine tensor is the right one.
 
-*Equal values*: policy and engine loaded the same checkpoint, so the slice equals the parameter bit for bit. Norms of
-ones are equal anywhere, and the engine may read a packed copy of an equal slice. *Dependence*: if the slice's values
-change, the engine's output changes. All ranks of an engine take part in each forward.
+*Equal values*: policy and engine loaded the same checkpoint, so the slice equals the parameter. Equality isn't
+enough: many norm weights are all 1, and the engine may read a packed copy instead of the slice.
+*Dependence*: if the slice's values change, the engine's output changes. All ranks of an engine take part in each
+forward.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ..policy.row_proof import allowed, completion_logprobs
 from ..policy.towers import sees
 from .mapping import Slice, is_near
 
-PROBE_TOKENS = (8, 64)  # Some parameters have no effect on a prompt of 8 tokens.
+PROBE_TOKENS = (8, 64)  # Prompt lengths. Some parameters affect only longer prompts.
 # Smallest ratio of a parameter's predicted effect to the measured effect of all cancelling changes. The gradient
 # predicts an effect up to a factor of three.
 MARGIN = 10.0
-VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2  # Rounding in float32 and in 16 bits hides smaller effects, in nats.
+VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2  # In nats. Rounding hides smaller effects.
 # Largest rounding difference of the largest logit between policy and engine, in steps of the dtype. A trained model has
 # logits of about 30 for random tokens, and the step of bfloat16 at 30 is 1/8.
 ROUNDED_LOGIT = 2.0
@@ -78,7 +79,7 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
     if tower_prompt is None:
         return
     completion = ids[: max(0, min(PROBE_TOKENS[0], engine.context - len(tower_prompt) - 1))]
-    if not completion:  # Without room for tokens after the images only the tower runs.
+    if not completion:  # no room for tokens after the images: only run the vision tower
         engine.prompt_logprobs(tower_prompt)
         return
     engine_logprobs = engine.prompt_logprobs(tower_prompt.followed_by(completion))[-len(completion) :]

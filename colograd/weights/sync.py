@@ -1,7 +1,7 @@
-"""`WeightSync`, the interface of weight syncs, and those by shared memory or copies on the same rank.
+"""`WeightSync`, the interface of weight syncs, and its classes for shared memory and for copies on one rank.
 
-`MergedWeights` computes W + scaling * B A in float32 layer by layer, and rounds it once. Merging into the policy's own
-weights would accumulate rounding errors.
+`MergedWeights` computes W + scaling * B A in float32 layer by layer, and rounds the sum once. Merging into the policy's
+own weights would accumulate rounding errors.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class RowPart:
         return F.pad(of_heads, behind).split(each)[self.group.place]
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """Exchange (1, T, own heads, D) -> (1, own tokens, heads, D), without heads that `to_heads` added."""
+        """Exchange (1, T, own heads, D) -> (1, own tokens, heads, D), without added heads of zeros."""
         found: torch.Tensor = _Exchange.apply(output[0], self.send_tokens, self.send_heads)
         return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
 
@@ -178,7 +178,7 @@ class RowStep(ForwardStep):
         return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        if row.model.config._attn_implementation != attention.NAME:  # Rows aren't packed: each rank computes all.
+        if row.model.config._attn_implementation != attention.NAME:  # not packed: each rank computes all tokens
             return inner(row)
         batch, group = row.batch, self.sequence
         positions = batch.logit_positions.cpu() if batch.host_positions is None else batch.host_positions
@@ -250,7 +250,8 @@ class SharedTokens(SharedRows):
         expert of a mixture. Waiting for the expert's gradient bucket would block the exchanges of heads."""
         if self._reach_all:
             return True
-        # The check visits each node of the autograd graph, so it ends once all ranks have reached all parameters.
+        # The check visits each node of the autograd graph, so a model without experts needs it only
+        # until all ranks have reached all parameters.
         unreached = self.row.gather(_unreached(loss, self.model))
         self._reach_all = not any(unreached) and not num_experts(unwrap(self.model).config)
         return len({*unreached}) == 1

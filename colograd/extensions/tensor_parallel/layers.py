@@ -2,7 +2,7 @@
 
 As in Megatron-LM (arXiv 1909.08053), each rank computes with its part of the weights, the ranks' outputs are summed,
 and so are the gradients of the inputs. Layers run transformers' forwards; hooks and derived classes add the sums.
-Parameters are plain tensors (no DTensors), so that a parameter can be a tensor of vLLM's rank. An adapter is cut like
+Parameters are plain tensors (no DTensors), so that a parameter can be a tensor of vLLM. An adapter is cut like
 its layer.
 """
 
@@ -61,7 +61,7 @@ def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[s
 
 
 class _RowParallel(nn.Linear):
-    """Linear layer with some input columns on each rank. The bias is added to the sum over the ranks."""
+    """Linear layer with some of the weight's columns on each rank. The bias is added to the sum over the ranks."""
 
     cut_group: RankGroup
 

@@ -1,7 +1,7 @@
 """Weight sync and sharding strategies of a policy in the engine's tensor-parallel layout.
 
 The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum the
-part's gradients. A base's parameters share the memory of vLLM's tensors, so an optimizer step updates vLLM.
+part's gradients. The policy's parameters, except an adapter's, share the memory of vLLM's tensors.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class TensorStrategy(SharedRows):
     def sum_of_squares(self) -> float:
         pieces = [piece for piece in self.owned() if piece.part.grad is not None and piece.name in self._counted]
         local = squared_norm(piece.part.grad for piece in pieces)
-        if self.shared_out:  # With ZeRO all ranks share out the gradient, otherwise the ranks of an engine do.
+        if self.shared_out:  # With ZeRO all ranks divide the gradient. Otherwise each engine has the whole gradient.
             return self.sum_over_parts(local)
         return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=self.device)))
 
