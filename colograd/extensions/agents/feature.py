@@ -1,4 +1,4 @@
-"""`AgentFeature`: a run whose completions come from an agent, the user's program that calls the model over HTTP."""
+"""`AgentFeature`: takes a run's completions from an agent, the user's program that calls the model over HTTP."""
 
 from __future__ import annotations
 

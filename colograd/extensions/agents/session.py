@@ -132,7 +132,7 @@ class Session:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Return a text from which a request's seed is made. Requests with other contexts don't influence it."""
+        """Return a text for a request's seed. Requests with other contexts don't influence this text."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._requests_of[digest] += 1

@@ -124,7 +124,7 @@ def has_failed(group: Group) -> bool:
 
 
 class Judging:
-    """`PendingRewards` that don't call reward functions for groups with a failed session, whose rewards are NaN."""
+    """`PendingRewards` that don't call reward functions for groups with a failed session. Such groups get NaN."""
 
     def __init__(self, begin: BeginScore, functions: int, groups: Sequence[Group]) -> None:
         self._columns: list[Any] = [rollout.columns for group in groups for rollout in group.rollouts]

@@ -1,6 +1,6 @@
 """A round of sampling with `carry_over`. When the round has enough finished groups, all other completions stop.
 
-The next round continues them, and keeps their tokens with the log-probabilities at which they were sampled. A
+The next round continues them, and keeps their tokens with the log-probabilities from their sampling. A
 round that was killed is sampled again from its beginning, because the place where a completion stops depends on
 everything that was decoded in the round.
 """

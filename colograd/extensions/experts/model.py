@@ -59,7 +59,7 @@ class Experts(ModelFeature):
             )
 
     def on_read(self, model: Any) -> None:
-        """Freeze what a newly made model has frozen, such as a router's correction biases.
+        """Freeze the parameters that are frozen in a newly made model, such as a router's correction biases.
 
         transformers makes these parameters trainable when it loads weights."""
         if not num_experts(model.config) or getattr(model.config, "quantization_config", None) is not None:

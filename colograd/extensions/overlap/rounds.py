@@ -55,7 +55,7 @@ def read_partition(folder: Path, step: int) -> Partition | None:
 
 @dataclass
 class EarlyRows:
-    """This rank's first rows of the next optimizer step: trained during sampling, or packed as a record says."""
+    """This rank's first rows of the next optimizer step: trained during sampling, or packed from a record."""
 
     groups: list[ScoredGroup] = field(default_factory=list)
     batches: list[tuple[int, ...]] = field(default_factory=list)  # Per batch: positions of groups packed together.

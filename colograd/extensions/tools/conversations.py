@@ -39,14 +39,14 @@ class Conversation:
     prompt: Prompt
     index: int  # Index of the completion in its group.
     environment: Environment | None
-    input: ModelInput  # The prompt's tokens, with those that an environment's `reset` adds.
+    input: ModelInput  # The prompt's tokens, including tokens that an environment's `reset` adds.
     asked: Any  # The prompt as in the dataset, with the content that an environment's `reset` adds.
-    read: ModelInput  # What the engine reads for the next turn: `input` and all later tokens.
+    read: ModelInput  # Input of the engine for the next turn: `input` and all later tokens.
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # Of the last turn, or LENGTH if its tools' answers don't fit.
+    finish_reason: FinishReason | None = None  # The last turn's. LENGTH if its tools' answers don't fit.
     riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per `add`: (riders, number of tokens).
     media: list[Media] = field(default_factory=list)  # Images, with their positions in `ids`.
 
@@ -184,7 +184,7 @@ class Conversations:
         return len(answer) < room
 
     def _begin(self, conversation: Conversation, environment: Environment, outcome: Outcome) -> None:
-        """Append to the prompt what the environment's `reset` returned."""
+        """Append to the prompt the content that the environment's `reset` returned."""
         prompt = conversation.prompt
         where = f"environment {type(environment.instance).__name__}, prompt {prompt.position}"
         if outcome.kind != "value":

@@ -165,7 +165,7 @@ class Environments:
                 else:
                     rewards.append(None if instance is None else instance.get_reward())
             return rewards
-        except BaseException as error:  # Also the exception by which `reward_timeout` interrupts.
+        except BaseException as error:  # Also the exception of `reward_timeout`.
             for known, future in zip(environments, futures, strict=True):
                 if known is not None and future is not None:
                     known.stuck |= not future.done()

@@ -19,7 +19,7 @@ from .conversations import Conversations
 from .tool_format import ToolFormat
 from .toolbox import Toolbox, environment_reward
 
-OBSERVATION = 1024  # Context tokens that are reserved for what an environment's `reset` returns.
+OBSERVATION = 1024  # Context tokens that are reserved for the content that an environment's `reset` returns.
 
 
 class ToolFeature(SourceFeature):

@@ -320,7 +320,7 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
-    """Return the content of a tool's answer. If the call failed, raise an error, whose text the model reads."""
+    """Return the content of a tool's answer. If the call failed, raise an error. The model reads the error's text."""
     if outcome.kind == "late":
         raise RuntimeError(f"timed out after {outcome.seconds:g} s")
     if outcome.kind == "died":
