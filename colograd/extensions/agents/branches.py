@@ -25,15 +25,17 @@ from ...riders import Rider, RowRider, Segment
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Consecutive tokens of a completion. A parent lies before its children in `Rollout.completion_ids`:
+    """Consecutive tokens of a completion that continue the prompt or a parent branch.
+
+    A parent lies before its children in `Rollout.completion_ids`:
 
     completion_ids   a a | t b | s c
     branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
     """
 
     length: int
-    after: int | None = None  # Index of the parent branch. None means that the prompt is the parent.
-    prompt: int = 0  # Number of prompt tokens that the branch attends to. 0 if `after` is set.
+    after: int | None = None  # Index of the parent branch. None: the branch continues the prompt.
+    prompt: int = 0  # Number of prompt tokens that the branch continues. 0 if `after` is set.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,10 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBranches(RowRider):
-    parts: list[tuple[int, list[tuple[Branch, ...]]]]  # Per prompt: number of tokens, branches of each completion.
+    parts: list[tuple[int, list[tuple[Branch, ...]]]]  # Per prompt: (number of its tokens, each completion's branches).
 
     def applied(self, row: MicroBatch) -> MicroBatch:
-        """Return the row with a segment per branch. The order of its tokens doesn't change."""
+        """Return the row with one segment per branch. The order of the row's tokens doesn't change."""
         position_ids, logit_positions = list[torch.Tensor](), list[torch.Tensor]()
         lengths, attends_to = list[int](), list[tuple[int, ...]]()
         at = 0
@@ -100,7 +102,7 @@ class RowBranches(RowRider):
         for prompt, completions in self.parts:
             # Split the prompt into segments wherever a branch continues only the prompt's first tokens.
             cuts = {branch.prompt for branches in completions for branch in branches if branch.after is None}
-            ends = {0: End((), 0, at)}  # By number of prompt tokens.
+            ends = {0: End((), 0, at)}  # Ends of the prompt's segments, by number of prompt tokens up to there.
             for first, last in itertools.pairwise((0, *sorted(cuts - {0, prompt}), prompt)):
                 ends[last] = add(last - first, ends[first])
             for branches in completions:
@@ -122,17 +124,17 @@ class RowBranches(RowRider):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Consecutive tokens, either all sampled or all read, and the nodes that follow."""
+    """Consecutive tokens of a session, all sampled or all read by the model, and the nodes that continue them."""
 
     ids: array[int]
-    logprobs: array[float] | None  # None means that the model read the tokens.
+    logprobs: array[float] | None  # None: the model only read the tokens.
     trained: bool
     children: list[Node] = field(default_factory=list)
     number: int | None = None  # Index in the session of the answer that begins with this node.
 
 
 class TokenTree:
-    """One session's contexts and answers as a tree of tokens. ``prompt`` is the context that becomes the prompt."""
+    """One session's contexts and answers as a tree of tokens. The context ``prompt`` becomes the rollout's prompt."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.places: dict[int, int] = {}  # Answer's index in the session -> index of its first token in the completion.
@@ -144,14 +146,16 @@ class TokenTree:
         self, read: Sequence[int], wrote: Sequence[int], logprobs: Sequence[float], trained: bool = True,
         number: int | None = None,
     ) -> None:  # fmt: skip
-        """Add a request's context ``read`` and answer ``wrote``, after the requests that it continues. Contexts share
-        tokens, but two equal answers remain two. ``number`` is the answer's index in the session."""
+        """Add a request's context ``read`` and answer ``wrote``. ``number`` is the answer's index in the session.
+
+        The requests that this request continues must be added earlier. Contexts share their common first tokens. Two
+        equal answers to a context remain two nodes."""
         children = self._read(array("i", read))
         if len(wrote):
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
 
     def _read(self, ids: array[int]) -> list[Node]:
-        """Add a context's missing tokens. Return the children of the context's last node."""
+        """Add a context's tokens that the tree lacks. Return the children of the context's last node."""
         children, at = self._roots, 0
         while at < len(ids):
             lengths = [_shared(node, ids, at) for node in children]
@@ -168,13 +172,13 @@ class TokenTree:
         return children
 
     def rollout(self, version: int, reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return None if the tree has only the prompt's tokens."""
+        """Return the tree as a rollout, or None if the tree has only the prompt's tokens."""
         prompt, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []
 
-        # No recursion, because contexts may be thousands of turns deep. Each entry is a node, the index of the branch
-        # before it, and the number of prompt tokens before it (-1 behind a branch).
+        # A stack instead of recursion, because sessions may have thousands of turns. Its entries: (node, index of the
+        # node's parent branch or None, number of prompt tokens before the node or -1 behind a branch).
         todo: list[tuple[Node, int | None, int]] = [(node, None, 0) for node in reversed(self._roots)]
         while todo:
             node, after, start = todo.pop()
@@ -202,6 +206,6 @@ class TokenTree:
 
 def _shared(node: Node, ids: array[int], at: int) -> int:
     count = min(len(node.ids), len(ids) - at)
-    if node.ids[:count] == ids[at : at + count]:  # Faster than the loop below.
+    if node.ids[:count] == ids[at : at + count]:  # Comparing slices is faster than the loop below.
         return count
     return next(index for index in range(count) if node.ids[index] != ids[at + index])

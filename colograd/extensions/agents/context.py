@@ -1,7 +1,7 @@
 """`SessionContexts`: converts a request's messages to token ids for the model, without changing sampled ids.
 
-The chat template writes the messages as text. Where the text begins like an earlier conversation of the session, the
-request keeps that conversation's exact ids, and only the remaining text is tokenised.
+The chat template writes the messages as text. If the text begins with an earlier conversation of the session, the
+request keeps that conversation's exact ids. Only the remaining text is tokenised.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ REASONING = ("reasoning", "reasoning_content", "thinking")  # Templates read a m
 
 
 class TooLong(ValueError):
-    """The prompt is longer than the model's context. The text is the length with its unit."""
+    """A prompt is longer than the model's context. The error's text is the prompt's length, e.g. "5000 tokens"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
     ids: list[int]
     text: str
-    messages: list[dict[str, Any]]  # In the chat template's format.
+    messages: list[dict[str, Any]]  # As the chat template reads them.
     arguments: dict[str, Any]  # Arguments of the chat template.
-    after: int | None  # Index of the turn that the ids continue.
+    after: int | None  # Index of the earlier turn that the ids continue, or None.
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A reply of the model and the conversation that ends with it."""
 
-    texts: tuple[str, ...]  # The conversation as sampled, and as the template writes it. A request may repeat either.
-    ids: list[int]  # The conversation's ids, as read and sampled.
+    texts: tuple[str, ...]  # The conversation as sampled, and maybe as the template writes it: a request repeats one.
+    ids: list[int]  # Token ids of the conversation, as the model read and sampled them.
     key: str
     place: int  # Index of the reply among the conversation's messages.
 
@@ -59,11 +59,11 @@ class ChatFormat:
         if PROBE not in text:
             whose = tokenizer.name_or_path
             raise ValueError(f"{whose}'s chat template writes no messages of an assistant: set chat_template_path.")
-        self.end = text[text.index(PROBE) + len(PROBE) :]  # Text behind a message's content.
+        self.end = text[text.index(PROBE) + len(PROBE) :]  # The template's text behind an assistant's content.
         self.end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
 
     def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
-        """Return the messages as text. ``begins`` adds the beginning of the model's next message."""
+        """Return the messages as text. ``begins``: whether the beginning of the model's next message is added."""
         merged = self.arguments | {name: value for name, value in arguments.items() if value is not None}
         try:
             apply = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=begins)
@@ -73,7 +73,7 @@ class ChatFormat:
             raise BadRequest(f"the chat template of {whose} can't write these messages: {problem}") from None
 
     def encode(self, text: str, behind: int | None = None) -> list[int]:
-        """Tokenise a text that follows the token ``behind``: some tokenizers encode the start of a text differently."""
+        """Tokenise a text behind the token ``behind``. Some tokenizers encode the start of a text differently."""
         encode: Callable[[str], list[int]] = functools.partial(self.tokenizer.encode, add_special_tokens=False)
         if text and behind in self.end_texts:
             before, whole = encode(self.end_texts[behind]), encode(self.end_texts[behind] + text)
@@ -85,12 +85,12 @@ class ChatFormat:
 class SessionContexts:
     def __init__(self, form: ChatFormat) -> None:
         self.form = form
-        self.turns: list[Turn | None] = []  # One entry per reply. None: no request can continue the reply.
+        self.turns: list[Turn | None] = []  # One entry per reply. None: later requests can't continue the reply.
 
     def context(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
     ) -> Context:
-        """Raise TooLong if the messages have more than ``most`` characters."""
+        """Return a request's context. Raise TooLong if its text has more than ``most`` characters."""
         written = [as_written(message) for message in messages]
         text = self.form.write(written, arguments)
         if most is not None and len(text) > most:
@@ -101,7 +101,7 @@ class SessionContexts:
             for number, turn in enumerate(self.turns)
             if turn is not None
             and turn.place < len(keys)
-            and keys[turn.place] == turn.key  # Excludes a reply that only begins like the request's message.
+            and keys[turn.place] == turn.key  # The whole message is the reply, not only its beginning.
             for begun in turn.texts
             if text.startswith(begun)
         ]
@@ -111,7 +111,7 @@ class SessionContexts:
             turn = self.turns[after]
             assert turn is not None
             ids = list(turn.ids)
-            # In some templates the token that ends a reply also begins the next message. Don't repeat it.
+            # In some templates the token that ends a reply also begins the next message. `ids` already has this token.
             end = self.form.end_texts.get(ids[-1], "")
             if end and not text.endswith(end, 0, at) and text.startswith(end, at):
                 at += len(end)
@@ -126,7 +126,7 @@ class SessionContexts:
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
-        except BadRequest:  # The template may require tools' answers behind calls.
+        except BadRequest:  # Some templates require a tool's answer behind each tool call.
             return
         decode = functools.partial(self.form.tokenizer.decode, skip_special_tokens=False)
         texts = [context.text + str(decode([*wrote], clean_up_tokenization_spaces=False))]
@@ -160,7 +160,7 @@ def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """Return the same text for a reply and for the program's copy of the reply."""
+    """Return a text that is equal for a reply and for the program's copy of the reply in a later request."""
     written = as_written(message)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in written.get("tool_calls", ())]
     return json.dumps([str(written["content"]).strip(), calls], sort_keys=True, default=str)

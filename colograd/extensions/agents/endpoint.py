@@ -23,21 +23,21 @@ from .engine.chat_api import BadRequest, Call, ChatAPI, Choice, events
 from .session import Session, Work, WorkQueue
 
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
-LARGEST = 32 * 2**20  # Bytes of a request's body.
+LARGEST = 32 * 2**20  # Maximum bytes of a request's body.
 GRACE_SECONDS = 1
 STOP_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 600  # Long, because a program's tool may run for minutes between two requests.
 
 
 class Endpoint:
-    """Answers the HTTP requests of one generation's sessions. ``context`` is the maximum tokens of a sequence."""
+    """Answers the HTTP requests of agents' sessions. ``context``: maximum tokens of a prompt and its answer."""
 
     def __init__(
         self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seed: int, purpose: str, context: int
     ) -> None:
         self.api, self.queue, self.sampling, self.context = api, queue, sampling, context
         self._seed, self._purpose = seed, purpose
-        self.sessions: dict[str, Session] = {}  # By API key, including ended sessions.
+        self.sessions: dict[str, Session] = {}  # Running and ended sessions by API key.
         routes = [Route(path, partial(self._respond, api_name), methods=["POST"]) for path, api_name in APIS.items()]
         routes.append(Route("/v1/models", partial(self._respond, "models"), methods=["GET"]))
         handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
@@ -54,7 +54,7 @@ class Endpoint:
             has_bearer = bearer.lower().startswith("bearer ")
             key = bearer[7:].strip() if has_bearer else request.headers.get("x-api-key", "")
             if (session := self.sessions.get(key)) is None:
-                raise BadRequest("no session has this API key: use the program's argument api_key.", 401, "no_key")
+                raise BadRequest("no session has this API key: use the one that the program gets.", 401, "no_key")
             if api != "models":
                 return await self._answer(api, session, request)
             card = {"id": self.api.model, "object": "model", "created": 0, "owned_by": "colograd"}
@@ -88,8 +88,8 @@ class Endpoint:
             of_run = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
             raise BadRequest(
                 f"{name} is {value!r}, but this run samples with {of_run!r}: tokens sampled with other settings would "
-                "bias the update. Leave it out, or set agent_sampling: untrained in the run, which answers such "
-                "requests without training on them.",
+                "bias the update. Leave the parameter out, or set agent_sampling: untrained in the run, which answers "
+                "such requests without training on them.",
                 code="sampling_settings",
             )
         return call
@@ -107,7 +107,7 @@ class Endpoint:
             session.working.update(works)
             for work in works:
                 self.queue.put(work)
-            if session.why_closed:  # The engine's thread may have closed the session before it had these works.
+            if session.why_closed:  # The engine's thread may have closed the session before `working` had these works.
                 self.close(session, session.why_closed)
             done = asyncio.gather(*(asyncio.wrap_future(work.future) for work in works))
 
@@ -173,7 +173,7 @@ class Endpoint:
     def close(self, session: Session, why: str) -> None:
         """End a session and fail its open requests. Any thread may call this."""
         session.close(why)
-        for work in session.working.copy():  # The endpoint's thread may change the set.
+        for work in session.working.copy():  # A copy, because the endpoint's thread may change the set.
             work.finish(session.over())
         self.queue.wake()
 

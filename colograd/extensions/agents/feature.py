@@ -1,4 +1,4 @@
-"""`AgentFeature`: adds an agent to a run."""
+"""`AgentFeature`: takes a run's completions from an agent, the user's program that calls the model over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .engine.chat_api import ChatAPI
 from .sessions import Agent, AgentSessions, SessionLog, agent_reward
 from .turn_rewards import with_turn_rewards
 
-MESSAGES = 4096  # Tokens of context for an agent's messages and tool descriptions.
+MESSAGES = 4096  # Context tokens that are reserved for an agent's messages and tool descriptions.
 
 
 class AgentFeature(SourceFeature):

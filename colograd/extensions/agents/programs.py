@@ -21,7 +21,7 @@ from typing import Any
 from ...usercode.calls import Outcome, raised_outcome
 from ...usercode.untrusted import parse_json
 
-# Runs in a new Python process that becomes the command. A `preexec_fn` could deadlock in a process with threads.
+# A new Python process runs this code, and then becomes the command. Popen's `preexec_fn` could deadlock with threads.
 STARTER = """
 import contextlib, ctypes, os, signal, sys
 with contextlib.suppress(OSError, AttributeError):  # not on Linux
@@ -33,12 +33,12 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[1]}: {error.strerror}")
 """
-MOST_OUTPUT = 2**20  # Bytes of a command's output in memory.
-SHOWN = 2000  # Characters of a command's output in an error.
+MOST_OUTPUT = 2**20  # Number of last bytes of a command's output that are kept in memory.
+SHOWN = 2000  # Number of last characters of a command's output that an error shows.
 
 
 class FunctionProgram:
-    """A thread per session, so that a blocking function delays no other session."""
+    """Runs an agent's function in a thread of its own, so that a blocking function delays no other session."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self.future: Future[Outcome] = Future()
@@ -64,19 +64,21 @@ class FunctionProgram:
             if inspect.isawaitable(value):
                 value = asyncio.run(awaited(value))
             outcome = Outcome("value", value, time.perf_counter() - started)
-        except BaseException as error:  # SystemExit would end only this thread.
+        except BaseException as error:  # Also SystemExit, which would end this thread without an outcome.
             outcome = raised_outcome(error)
         self.future.set_result(outcome)
 
 
 class CommandProgram:
-    """A command that reads a dataset row as JSON. Its value is the last line that it prints, or None if not JSON."""
+    """Runs an agent's command, which gets a dataset row as JSON on stdin.
+
+    If the command succeeds, the outcome's value is its last printed line, parsed as JSON. None: no JSON."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], row: Any) -> None:
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
-        with tempfile.TemporaryFile() as file:  # A file, because a pipe blocks if the command doesn't read it.
+        with tempfile.TemporaryFile() as file:  # Writing to a pipe would block if the command didn't read.
             file.write(json.dumps(row, default=str).encode())
             file.seek(0)
             self._process = subprocess.Popen(
@@ -105,7 +107,9 @@ class CommandProgram:
         self.future.set_result(died if status else Outcome("value", value, seconds))
 
     def _reap(self) -> None:
-        """Kill the rest of the command's process group at the command's end: it may hold the output open."""
+        """When the command has ended, kill the rest of its process group.
+
+        A process that is left may hold the output open, and `_run` would wait for the output's end."""
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT reserves the process id.
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps the process id taken.
             self.stop()

@@ -1,4 +1,4 @@
-"""`Session`: one run of an agent's program. `WorkQueue`: the way of its requests to the engine's thread."""
+"""`Session`: one run of an agent's program. `WorkQueue`: brings sessions' requests to the engine's thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .programs import CommandProgram, FunctionProgram
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A request to the engine. A cancelled or failed ``future`` drops the request."""
+    """A request to the engine. `WorkQueue` drops the request if ``future`` is cancelled or failed."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -61,7 +61,7 @@ class WorkQueue:
         self._changed.set()
 
     def step(self, idle_seconds: float) -> None:
-        """Run one engine step, or wait up to ``idle_seconds`` for a request."""
+        """Run one engine step. If there are no requests, wait for one, at most ``idle_seconds``."""
         self._changed.clear()
         if dropped := [name for name, work in self._running.items() if work.future.done()]:
             self.engine.abort(dropped)
@@ -94,17 +94,17 @@ class Session:
         self, prompt: Prompt, index: int, form: ChatFormat, config: GRPOConfig, is_repeated: bool = False
     ) -> None:
         self.prompt, self.index, self.form, self.config = prompt, index, form, config
-        self.is_repeated = is_repeated  # Whether a signal ended the session's first run.
+        self.is_repeated = is_repeated  # Whether this run repeats one that a signal ended.
         self.key = f"sk-{secrets.token_urlsafe(32)}"
-        self.turns: list[dict[str, Any]] = []  # One dict per answer of the model.
-        self.why_closed = ""  # Why the session is over. Empty: the session isn't over.
+        self.turns: list[dict[str, Any]] = []  # One dict per answer of the model, in order.
+        self.why_closed = ""  # Why the session is over, or "" for a running session.
         self.began = time.perf_counter()
         self.contexts = SessionContexts(form)
         self.working: set[Work] = set()
         self._lock = threading.Lock()
         self._requests = self._open_requests = 0
         self._samples: list[tuple[list[int], Sampled, bool]] = []  # (context's ids, answer, whether it is trained)
-        self._requests_of: Counter[str] = Counter()  # By digest of the context.
+        self._requests_of: Counter[str] = Counter()  # Number of requests by the context's digest.
 
     def begin(self, n: int) -> None:
         with self._lock:
@@ -120,7 +120,7 @@ class Session:
             self._requests, self._open_requests = self._requests + 1, total
 
     def outcome(self) -> Outcome | None:
-        """Return None while the program runs and has time left."""
+        """Return the program's outcome, or None while the program runs and agent_timeout isn't over."""
         if self.program.future.done():
             return self.program.future.result()
         limit = self.config.agent_timeout
@@ -132,7 +132,7 @@ class Session:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Return a text for a request's seed. The order of requests with other contexts doesn't change it."""
+        """Return a text for a request's seed. Requests with other contexts don't influence this text."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._requests_of[digest] += 1
@@ -156,7 +156,7 @@ class Session:
                 self.turns.append({**turn, "trained": not call.shaping, **seconds})
 
     def _path(self, number: int | None) -> list[dict[str, Any]]:
-        """Return the conversation that ends with turn ``number``."""
+        """Return the turns of the conversation that ends with the turn of index ``number``."""
         path = []
         while number is not None:
             path.append(self.turns[number])
@@ -175,7 +175,7 @@ class Session:
         for place, turn in enumerate(self._path(len(self.turns) - 1 if self.turns else None)):
             messages += [*(turn["messages"] if place else ()), turn["reply"]]
         further: dict[str, Any] = {"messages": tuple(messages), "columns": columns}
-        # A context comes before its continuations, and the requests' timing has no influence.
+        # Sorted, so that a context comes before its continuations. The order in time has no influence.
         numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1][0]), s[1][0], list(s[1][1].ids)))
         tree = TokenTree(numbered[0][1][0] if numbered else [])
         for number, (read, wrote, trained) in numbered:
@@ -183,7 +183,7 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # Index of its first token. 0 for an answer without tokens.
-        ids = array("i", [min(self.form.ends, default=0)])  # One untrained token, because no completion may be empty.
+            turn["at"] = tree.places.get(number, 0)  # Index of the turn's first token. 0 for a turn without tokens.
+        ids = array("i", [min(self.form.ends, default=0)])  # For an empty tree: a completion needs a token.
         nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
         return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)

@@ -1,4 +1,4 @@
-"""`AgentSessions`: a rollout source that runs the user's program once per completion, and the log of ended sessions."""
+"""`AgentSessions`: a rollout source that gets each completion from a run of the user's program (a session)."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ from .programs import CommandProgram, FunctionProgram
 from .session import Session, WorkQueue
 from .turn_rewards import FAILURE, JUDGED, SESSION, problem_with
 
-POLL = 0.05  # Seconds of one wait for the programs while the engine has no requests.
+POLL = 0.05  # Maximum seconds of one wait for programs' requests while the engine has none.
 REWARD = "agent_reward"  # Column of a rollout with the reward that the program returned.
-TERMINATED = {  # Exit statuses after signals of schedulers: of a command (negative), and of a shell (128 and above).
+TERMINATED = {  # Exit statuses of a command that a job scheduler's signal ended: -signal, or 128 + signal via a shell.
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
 ARGUMENTS = ("base_url", "api_key", "model", "row")
-LARGEST_SCRIPT = 2**20  # Bytes of an executable. A larger one is an interpreter, not the user's code.
+LARGEST_SCRIPT = 2**20  # Bytes. A larger executable counts as an interpreter, not as the user's code.
 SUFFIX = ".sessions"
-HEAD = -1  # Position number of the record that holds the conditions.
-PLACE = 4  # Bytes at a record's beginning with the session's index in its group.
+HEAD = -1  # `Record.position` of a file's first record, which holds the log's conditions.
+PLACE = 4  # Bytes of the session's index in its group. A record's content begins with them.
 
 
 class SessionLog:
-    """Finished agent sessions on disk, so that a resumed run doesn't repeat them. A file of other ``conditions``
-    (weights and settings) is deleted. Disk errors are ignored: a session without a record is repeated."""
+    """Ended agent sessions on disk, so that a resumed run doesn't repeat them. Files of other ``conditions`` (weights
+    and settings) are deleted. A session that couldn't be written to disk is repeated."""
 
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
         self._file: RecordFile | None = None
-        self._records: dict[tuple[int, int], bytes] = {}  # By prompt position and index in the group.
+        self._records: dict[tuple[int, int], bytes] = {}  # (prompt's position, session's index in group) -> content.
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
-            with contextlib.suppress(OSError):  # E.g. another rank has deleted the file.
+            with contextlib.suppress(OSError):  # Another rank may have deleted the file.
                 records = read_records(path)
                 if next(records, None) != Record(HEAD, self._head):
                     path.unlink()
@@ -81,7 +81,7 @@ class SessionLog:
     def recall(self, prompt: Prompt, size: int) -> dict[int, Rollout]:
         rollouts = {}
         for index in range(size):
-            with contextlib.suppress(KeyError, JournalError):  # No record, a damaged one, or one of another prompt.
+            with contextlib.suppress(KeyError, JournalError):  # The record is missing, damaged, or of another prompt.
                 rollouts[index] = group_of(self._records[prompt.position, index], prompt).group.rollouts[0]
         return rollouts
 
@@ -147,19 +147,19 @@ class AgentSessions:
     ) -> None:  # fmt: skip
         self.engine, self.agent, self.api, self.form, self.config = engine, agent, api, form, config
         self.log = log
-        self.may_fail = True  # Read by `turn_rewards.agent_stages`.
+        self.may_fail = True  # Sessions may fail. `turn_rewards.agent_stages` reads this attribute.
         self.counts: dict[str, float] = defaultdict(float)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        from .endpoint import Endpoint, served  # Imported here, because its web server takes time to import.
+        from .endpoint import Endpoint, served  # Imported here, because the web server uvicorn takes time to import.
 
         self.engine.require(version)
         if not prompts:
             return
         log, size, running = self.log(), sampling.n, list[Session]()
-        # Rollouts of ended sessions, by prompt position and index in the group.
+        # Rollouts of ended sessions: prompt's position -> session's index in its group -> rollout.
         over = {prompt.position: {} if log is None else log.recall(prompt, size) for prompt in prompts}
         pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]
         waiting = [Session(prompt, index, self.form, self.config) for prompt, index in pairs]
@@ -169,7 +169,7 @@ class AgentSessions:
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
                 endpoint.close(session, why)
-                session.program.stop()  # Also kills processes that an ended command left in its group.
+                session.program.stop()  # An ended command may have left processes in its process group.
 
         with contextlib.ExitStack() as closing:
             closing.callback(queue.close)
@@ -196,7 +196,7 @@ class AgentSessions:
                     running.remove(session)
                     prompt, index = session.prompt, session.index
                     if outcome.kind == "died" and outcome.value[0] in TERMINATED and not session.is_repeated:
-                        # A scheduler probably signalled all the job's processes.
+                        # A job scheduler probably signalled all the job's processes: run the session a second time.
                         stop([session], "its program was terminated")
                         waiting.insert(0, Session(prompt, index, self.form, self.config, is_repeated=True))
                         continue
@@ -230,7 +230,7 @@ class AgentSessions:
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
-    """Return (columns for reward functions, reason of the program's failure or "")."""
+    """Return (columns for reward functions, why the program failed or "")."""
     none: dict[str, Any] = {REWARD: None}
     if outcome.kind == "late":
         return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."
@@ -255,7 +255,7 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         return {**none, **further}, ""
     try:
         reward = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # An integer is too large for a float.
+    except OverflowError:  # The integer is too large for a float.
         reward = math.nan
     if not math.isfinite(reward):
         return none, (

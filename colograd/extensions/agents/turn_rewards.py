@@ -20,15 +20,15 @@ from ...rewards.functions import RewardFunction
 from ...rollout.stages import BeginScore, Stages
 
 FAILURE = "agent_failure"  # Column of a rollout: why its session failed, or "".
-SESSION = "session"  # Column of a rollout: a dict per answer of the model.
-JUDGED = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single answers}.
+SESSION = "session"  # Column of a rollout: a list with a dict per answer of the model.
+JUDGED = "judged_turns"  # Column of a rollout: {name of a reward function: list with its reward for each answer}.
 TURN_REWARDS = "turn_rewards"  # Column of a rollout: the program's reward for each answer.
-WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide advantages by a number of the group.
+WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide by a statistic of the group's own rewards.
 LARGEST = torch.finfo(torch.float32).max
 
 
 def _rule_broken(values: Any, answers: int) -> str:
-    """Return the end of an error, or ""."""
+    """Return the end of an error's text, or "" if ``values`` are valid rewards of single answers."""
     fine = isinstance(values, Sequence) and len(values) == answers
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""
@@ -45,7 +45,8 @@ def problem_with(columns: Mapping[str, Any], answers: int) -> str:
 
 
 def checked_turns(reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
-    """Check values like `checked_values`. A session's list goes into its column `JUDGED`, and counts as its mean."""
+    """Check a reward function's values like `checked_values`. A session's value may be a list, with one reward per
+    answer. Then the list goes into the session's column `JUDGED`, and the list's mean is the session's reward."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
     is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)
@@ -79,17 +80,17 @@ def with_turn_rewards(
 ) -> torch.Tensor:
     """Add the advantages of single answers to a group's advantages.
 
-    An answer's reward is the program's reward plus the weighted rewards of reward functions. An answer's advantage
-    compares its reward with the rewards of all answers in the group.
+    The program and reward functions may give each answer a reward. An answer's total sums them, with the weights of
+    the reward functions. An answer's advantage compares this total with the totals of all answers in the group.
 
     Args:
         advantages: [G], one advantage per session.
         weights: weight by name of a reward function.
 
     Returns:
-        [sum C], one advantage per completion token. If no answer has a reward or a session failed: ``advantages``.
+        [sum C], one advantage per completion token. But ``advantages`` if no answer has a reward, or a session failed.
     """
-    of_sessions: list[list[float]] = []  # One reward per answer, or an empty list.
+    of_sessions: list[list[float]] = []  # Per session: one reward per answer, or an empty list.
     for rollout in group.rollouts:
         parts = [(1.0, rollout.columns.get(TURN_REWARDS) or ())]
         parts += [(weights.get(name, 1.0), turns) for name, turns in rollout.columns.get(JUDGED, {}).items()]
@@ -123,12 +124,12 @@ def has_failed(group: Group) -> bool:
 
 
 class Judging:
-    """`PendingRewards` that don't call reward functions for groups with a failed session. Their rewards are NaN."""
+    """`PendingRewards` that don't call reward functions for groups with a failed session. Such groups get NaN."""
 
     def __init__(self, begin: BeginScore, functions: int, groups: Sequence[Group]) -> None:
         self._columns: list[Any] = [rollout.columns for group in groups for rollout in group.rollouts]
         for columns in self._columns:
-            columns[JUDGED] = {}  # Copies of the group share this dict, so `checked_turns` may write into a copy.
+            columns[JUDGED] = {}  # Copies of a rollout share this dict: `checked_turns` gets copies.
         self._judged = torch.tensor([not has_failed(group) for group in groups for _ in group.rollouts])
         self._rewards = torch.full((len(self._judged), functions), torch.nan)
         whole = [group for group in groups if not has_failed(group)]

@@ -26,7 +26,7 @@ from ...rollout.record_file import Record, RecordFile, read_records
 from ...rollout.statistics import RolloutStatistics
 
 FILE = "in_flight_{rank}.records"
-HEAD = 0  # Position number of a file's first record, which holds no group.
+HEAD = 0  # `Record.position` of a file's first record, which holds no group.
 
 
 class VersionSpan(NamedTuple):
@@ -73,7 +73,7 @@ class Versions(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAges(RowRider):
-    ages: torch.Tensor  # Optimizer steps between the sampling and the round of each label (target token), (N,) float32.
+    ages: torch.Tensor  # Optimizer steps from each label's (target token's) sampling to its round, (N,) float32.
 
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         old = scored * (self.ages > 0)
@@ -137,10 +137,10 @@ class InFlight:
     max_age: int  # Maximum number of optimizer steps between the beginning of a group and its last round.
     completions: int  # Number of completions in a group.
     longest: int  # Maximum number of tokens in a completion.
-    groups: tuple[Group, ...] = ()  # The oldest first.
+    groups: tuple[Group, ...] = ()  # Groups in flight, the oldest first.
 
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
-        """Return a group per prompt: carried or new. A carried group without tokens begins anew."""
+        """Return a group per prompt: a carried group, or a new group without tokens."""
         begun = {
             group.position: group
             for group in self.groups
@@ -162,7 +162,7 @@ class InFlight:
         """Load this rank's groups from a checkpoint. Return a warning about missing groups, or ""."""
         end = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
         carried = () if end is None else end.carried
-        if end is None:  # Divide the groups that another number of ranks saved.
+        if end is None:  # E.g. another number of ranks saved the groups: divide them.
             files = [*Path(folder).glob(FILE.format(rank="*"))]
             ends = [read_round_end(path, prompt_at, ranks=len(files)) for path in files]
             if None in ends:
@@ -179,7 +179,7 @@ class InFlight:
                     f"{self.completions}: set num_generations back, or set ignore_data_skip: true to drop these groups."
                 )
             parts = [*group.rollouts]
-            for index, each in enumerate(parts):  # This run's maximum length may finish a completion.
+            for index, each in enumerate(parts):  # A smaller max_completion_length may finish a completion.
                 if each.finish_reason is FinishReason.ABORT and len(each.completion_ids) >= self.longest:
                     parts[index] = dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
             groups.append(dataclasses.replace(group, rollouts=tuple(parts)))
@@ -199,7 +199,9 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-    """Read the file of `write_round_end`. Return None if it isn't whole, or has other positions or numbers of ranks."""
+    """Read a file of `write_round_end`. Return None if the file isn't whole, or if it doesn't fit.
+
+    It doesn't fit if another number of ranks wrote it, or if a position has no prompt."""
     records = list(read_records(path)) if path.is_file() else []
     if not records:
         return None

@@ -1,6 +1,6 @@
 """A round of sampling with `carry_over`. When the round has enough finished groups, all other completions stop.
 
-The next round continues them, and keeps their tokens with the log-probabilities of the weights that sampled them. A
+The next round continues them, and keeps their tokens with the log-probabilities from their sampling. A
 round that was killed is sampled again from its beginning, because the place where a completion stops depends on
 everything that was decoded in the round.
 """
@@ -64,7 +64,7 @@ class CarryOver:
             return
         self.engine.require(version)
         in_flight = self.in_flight
-        groups = {group.position: group for group in in_flight.begin(prompts, version)}  # Not yielded yet.
+        groups = {group.position: group for group in in_flight.begin(prompts, version)}  # Those not yielded yet.
         whole = [position for position, group in groups.items() if is_whole(group)]
         due, lacks = in_flight.due([*groups.values()], version), in_flight.takes
         requests = self._submit(groups, sampling, seed, purpose)
@@ -81,7 +81,7 @@ class CarryOver:
         try:
             while lacks:
                 for position in [*whole]:
-                    if position in due or lacks > len(due):  # Leaves room for the groups that are due.
+                    if position in due or lacks > len(due):  # Keeps places for groups that must end in this round.
                         due.discard(position)
                         whole.remove(position)
                         lacks -= 1
@@ -96,14 +96,14 @@ class CarryOver:
     def _submit(
         self, groups: Mapping[int, Group], sampling: Sampling, seed: int, purpose: str
     ) -> dict[str, tuple[int, int]]:
-        """Return (group's position, completion's index) by request."""
+        """Submit unfinished completions. Return (group's position, completion's index) by request."""
         requests = {}
         # A resumed run may have more groups, if `carry_over` or the number of ranks has changed.
         for position, group in itertools.islice(groups.items(), self.in_flight.size):
             for index, each in enumerate(group.rollouts):
                 if each.finish_reason is not FinishReason.ABORT:
                     continue
-                own_seed = request_seed(seed, position, purpose) + index  # As in one request for n completions.
+                own_seed = request_seed(seed, position, purpose) + index  # Like in one request for n.
                 ids = each.completion_ids
                 if ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
                     own_seed = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")
@@ -117,7 +117,7 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    longest_first = False  # The engine gets the oldest prompts first.
+    longest_first = False  # Instead the engine gets the oldest prompts first.
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
@@ -125,11 +125,11 @@ class CarriedRound(PlainRound):
         age, sizes = args.carry_over_max_age * args.round_length, (args.num_generations, args.max_completion_length)
         self.in_flight = InFlight(args.groups_per_round, args.groups_in_flight, age, *sizes)
         self.trainer = trainer
-        self.ranks: int = trainer.args.layout.data_size  # Number of ranks that divide a round's prompts.
+        self.ranks: int = trainer.args.layout.data_size  # Number of ranks among which prompts are divided.
         self.tallies.append(self.counts)
 
     def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        # `Versions.statistics` adds to the sum of ages.
+        # `Versions.statistics` adds the ages of old tokens to this 0.
         return {"carry_over/groups": float(len(self.in_flight.groups)), "carry_over/ages": 0.0}
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
@@ -165,7 +165,7 @@ class CarriedRound(PlainRound):
 
     def load(self, checkpoint: str | Path) -> None:
         trainer, layout = self.trainer, self.trainer.args.layout
-        if trainer.args.ignore_data_skip:  # Prompts get new positions.
+        if trainer.args.ignore_data_skip:  # Prompts get new positions, so saved groups don't fit.
             return
         with on_all_ranks("the groups in flight"):
             at = functools.partial(prompt_at, trainer.train_prompts, trainer.args)
@@ -198,7 +198,7 @@ class CarriedRound(PlainRound):
                     started = time.perf_counter()
                     scoring.take(group)
                     self.times.move("generate", "reward", time.perf_counter() - started)
-            if done <= scoring.rewarded.keys():  # One call scores all groups, unless all have recorded rewards.
+            if done <= scoring.rewarded.keys():  # All rewards are recorded: score nothing.
                 samples.clear()
             return self._score(samples, scoring, [prompt for prompt in pool if prompt.position in done])
         finally:

@@ -1,6 +1,6 @@
 """Terms of the objective for a mixture of experts: the load-balancing loss, and the metrics of router replay.
 
-A packed row contains a prompt once for several completions. The prompt's tokens count once per completion here.
+A packed row may contain a prompt once for several completions. The prompt's tokens count once per completion here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def routing_of(
     """Compute a packed row's routing `statistics`.
 
     Args:
-        router_logits: each layer's (T, E), in the row's token order.
+        router_logits: per layer the router's logits, (T, E), in the row's token order.
         chosen: number of experts per token.
         part: this rank's part of the row, if the logits are only of this rank's tokens (sequence parallelism).
     """
@@ -87,7 +87,7 @@ def statistics(
 
 
 def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """Return the number of sequences that contain each token of a row, (T,) float32. 0 in a dummy row."""
+    """Return the number of sequences that contain each token of a row, (T,) float32. A dummy row has zeros."""
     layout = micro_batch.layout
     counts = [0] * len(layout.lengths)
     within = {segment for seen in layout.attends_to for segment in seen}

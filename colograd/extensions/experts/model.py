@@ -15,8 +15,8 @@ from .router_replay import SHARES
 if TYPE_CHECKING:
     from ...policy.loading import Policy
 
-TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # Types that tests train.
-WHOLE = ("gpt_oss", "olmoe")  # Types that can't run with vLLM's tensor parallelism.
+TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # Model types that tests train.
+WHOLE = ("gpt_oss", "olmoe")  # Model types that can't run with vLLM's tensor parallelism.
 
 
 class Experts(ModelFeature):
@@ -59,7 +59,9 @@ class Experts(ModelFeature):
             )
 
     def on_read(self, model: Any) -> None:
-        """Freeze a router's correction biases, for example. transformers makes them trainable when it loads weights."""
+        """Freeze the parameters that are frozen in a newly made model, such as a router's correction biases.
+
+        transformers makes these parameters trainable when it loads weights."""
         if not num_experts(model.config) or getattr(model.config, "quantization_config", None) is not None:
             return
         with torch.device("meta"):

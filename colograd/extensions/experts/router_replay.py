@@ -1,7 +1,7 @@
 """Router replay (R3, arXiv 2510.11370): the trainer sends a token to the experts that the engine's router chose.
 
 Trainer and engine round differently, so that their routers could choose different experts for nearly equal scores. Only
-the choice is replayed. The experts' weights come from the trainer's router logits, so that the router gets a gradient.
+the choice is replayed. The factors of the experts' outputs come from the trainer's router, which so gets a gradient.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.record_file import read_table, table_bytes
 
-UNKNOWN = -1  # In place of an expert's index: the trainer's router chooses.
-ROUTED = "routed_experts"  # A layer's keyword argument with the experts of its tokens.
-APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the policy's routers didn't make, and all.
-# Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
+UNKNOWN = -1  # Stands for an unknown expert: the trainer's router chooses.
+ROUTED = "routed_experts"  # Keyword argument of decoder layers: the recorded experts of a row's tokens.
+APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the trainer didn't make, and all.
+# Columns of a table with a row per rollout. A null `shape`: no experts. Else a null `prompt`: as the last one above.
 ROWS = pa.schema([("prompt", pa.binary()), ("completion", pa.binary()), ("shape", pa.list_(pa.int32()))])
 
 
@@ -109,7 +109,7 @@ class RoutedExperts(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowExperts(RowRider):
-    experts: torch.Tensor  # (T, L, K)
+    experts: torch.Tensor  # Experts of the row's tokens, (T, L, K).
 
     OF_POLICY = True
 
@@ -121,7 +121,7 @@ class RowExperts(RowRider):
 
 
 def filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Cut or extend ``rows`` to [tokens, L, K], with UNKNOWN in further rows. Returns a copy."""
+    """Return a copy of ``rows``, cut or extended to [tokens, L, K]. Added rows are UNKNOWN."""
     rows = rows[:tokens]
     return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 
@@ -137,14 +137,14 @@ def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> t
 
 
 def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The router's correction bias influences only the choice of the experts, not their weights."""
+    """The router's correction bias influences only the choice of experts, not the factors of their outputs."""
     shares = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
     return shares * router.routed_scaling_factor
 
 
-# Per model type: a function of router, logits (T, E) and chosen experts (T, K). Returns their weights (T, K).
+# Per model type: function of (router, logits (T, E), chosen experts (T, K)). Returns factors of their outputs, (T, K).
 SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), sigmoid_shares),
     "gpt_oss": lambda router, logits, chosen: logits.gather(1, chosen).softmax(1, dtype=logits.dtype),
@@ -201,7 +201,7 @@ class ReplayStep(ForwardStep):
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         if (routed := experts_of(row.batch)) is not None:
-            if row.model.config._attn_implementation != attention.NAME:  # The model reads padded rows.
+            if row.model.config._attn_implementation != attention.NAME:  # Other attention reads padded rows.
                 routed = rows_of(row.batch.layout, routed.device).of_tokens(routed, UNKNOWN).flatten(0, 1)
             row.inputs[ROUTED] = routed
         return inner(row)

@@ -20,7 +20,7 @@ from ...batch import ScoredGroup
 from ...parallel.layout import RankLayout
 from ...riders import Media
 
-_numbers = itertools.count(1)  # Numbers of `FinishedGroups` objects. All ranks make equally many.
+_numbers = itertools.count(1)  # Numbers the `FinishedGroups` objects, equally on all ranks.
 EVERY = 0.1  # Minimum seconds between two checks whether another rank wants groups.
 LARGEST = 4 * 2**20  # Maximum bytes of an offered group, because torch's store closes a connection that sends 8 MiB.
 
@@ -35,8 +35,8 @@ def _store() -> Any:
 
 
 class FinishedGroups:
-    """Sampled and scored groups of the next optimizer step. ``between_engines`` shares them with ranks of other engines
-    (`balance_ranks`). ``accepts`` decides which groups may be trained before all groups are sampled."""
+    """Sampled and scored groups of the next optimizer step. ``between_engines``: whether ranks of other engines
+    may take groups (`balance_ranks`). ``accepts`` decides which groups may be trained before all groups are sampled."""
 
     def __init__(self, layout: RankLayout, between_engines: bool, accepts: Callable[[ScoredGroup], bool]) -> None:
         self.layout, self.between_engines, self.accepts = layout, between_engines, accepts
@@ -62,9 +62,9 @@ class FinishedGroups:
         self._positions = set(positions)
         self._own: list[ScoredGroup] = []  # This rank's accepted groups, in the order of finishing.
         self._known: set[int] = set()  # Positions of finished groups, whether accepted or not.
-        self._offered = 0  # Number of groups offered in the store, the first of `_own`.
+        self._offered = 0  # How many of `_own`, from the first, are offered in the store.
         self._sizes: list[int] = []  # Tokens of each offered group. 0 means that other ranks can't take the group.
-        self._gone: set[tuple[int, int]] = set()  # (owner, index) of each group that this rank knows to be taken.
+        self._gone: set[tuple[int, int]] = set()  # (owner's rank, index in owner's `_own`) of groups known as taken.
         self._is_hungry = False
         self._looked = 0.0
 
@@ -78,7 +78,7 @@ class FinishedGroups:
         return position in self._positions and position not in self._known
 
     def serve(self) -> None:
-        """Write finished groups to the store if another rank wants groups."""
+        """Write this rank's finished groups to the store if another rank wants groups."""
         now = time.monotonic()
         if now - self._looked < EVERY or self._offered == len(self._own):
             return
@@ -91,7 +91,7 @@ class FinishedGroups:
             return
         for index, scored in enumerate(self._own[self._offered :], start=self._offered):
             rollouts = scored.group.rollouts
-            content = b""  # Stays empty for a group that isn't offered.
+            content = b""  # Stays empty for a taken group or one with images: it isn't offered.
             is_left = (self.layout.rank, index) not in self._gone
             if is_left and not any(r.all(Media) or r.input.media is not None for r in rollouts):
                 content = pickle.dumps(scored.for_training())
@@ -119,7 +119,7 @@ class FinishedGroups:
             self._store.add("training", -1)
 
     def take(self, budget: int) -> list[ScoredGroup]:
-        """Take this rank's finished groups for a row of ``budget`` tokens, or else other ranks'."""
+        """Take groups for a row of ``budget`` tokens. Other ranks' groups are taken only if this rank has none."""
         hungry = self._store.add(self._wanted, 0)
         if hungry:
             self._offer()
@@ -142,8 +142,10 @@ class FinishedGroups:
         return taken
 
     def _take(self, free: dict[int, dict[int, int]], budget: int, shares: int) -> list[ScoredGroup]:
-        """Take groups of ``free`` (owner's rank -> group's index -> tokens), each owner's largest first. The first may
-        exceed the limits: a row's ``budget`` of tokens, and 1 / ``shares`` of the largest owner's tokens."""
+        """Take groups of ``free`` (owner's rank -> group's index -> tokens), each owner's largest first.
+
+        The taken tokens have two limits: ``budget``, and 1 / ``shares`` of the tokens of the owner with most tokens.
+        With ``shares`` 0 only ``budget`` limits them. The first taken group may exceed both limits."""
         most = max((sum(sizes.values()) for sizes in free.values()), default=0)
         room = min(budget, most // shares) if shares else budget
         taken: list[ScoredGroup] = []
@@ -153,7 +155,7 @@ class FinishedGroups:
                     continue
                 self._gone.add((owner, index))
                 is_own, key = owner == self.layout.rank, f"group/{owner}/{index}"
-                if is_own and index >= self._offered:  # No other rank can take the group.
+                if is_own and index >= self._offered:  # Not in the store: no other rank can take the group.
                     taken.append(self._own[index])
                 elif self._store.add(f"taken/{owner}/{index}", 1) == 1:
                     taken.append(self._own[index] if is_own else pickle.loads(self._store.get(key)))

@@ -1,8 +1,8 @@
 """`OverlappedRound`: a step's finished groups are trained before the step's last group is sampled.
 
 No weight changes before the optimizer's step, so groups are on-policy whenever they are trained. The rows that are
-trained early are the step's first rows. The round's folder records their groups, so that a resumed or replayed step on
-as many ranks trains the same rows.
+trained early are the step's first rows. The round's folder records which groups these rows hold. With this record a
+resumed or replayed step on as many ranks can train the same rows.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ...sharding import strategy_of
 from ...training.learner import loss_pass, step_batch
 from .finished_groups import FinishedGroups
 
-EVERY = 0.01  # Seconds between two polls for finished groups, on up to 8 ranks.
+EVERY = 0.01  # Seconds between two polls for finished groups on up to 8 ranks. More ranks wait longer.
 FILE = "partition.jsonl"
-LARGEST = 2**26  # Bytes that are read from a round's `FILE`.
+LARGEST = 2**26  # Maximum characters that are read from a round's `FILE`.
 
-# For each rank the batches of groups that it packed together. A batch is the positions of its groups.
+# Per rank: batches of groups that the rank packed together. A batch is a tuple of groups' positions.
 Partition = tuple[tuple[tuple[int, ...], ...], ...]
 
 
@@ -55,16 +55,16 @@ def read_partition(folder: Path, step: int) -> Partition | None:
 
 @dataclass
 class EarlyRows:
-    """This rank's first rows of the next optimizer step: trained early, or recorded when an earlier process did."""
+    """This rank's first rows of the next optimizer step: trained during sampling, or packed from a record."""
 
     groups: list[ScoredGroup] = field(default_factory=list)
-    batches: list[tuple[int, ...]] = field(default_factory=list)  # Positions of groups that were packed together.
-    rows: list[PackedRow] = field(default_factory=list)  # In the order of training.
+    batches: list[tuple[int, ...]] = field(default_factory=list)  # Per batch: positions of groups packed together.
+    rows: list[PackedRow] = field(default_factory=list)  # Rows in the order of training.
     metrics: Metrics = field(default_factory=Metrics)
     trained: bool = False  # Whether the rows' gradients are already computed.
 
     def add(self, groups: Sequence[ScoredGroup], rules: PackingRules) -> Sequence[PackedRow]:
-        """Pack a batch of groups. The caller adds the rows to `rows`, because it may change them."""
+        """Pack groups and return their rows. The caller may change the rows, and then adds them to `rows`."""
         self.groups += groups
         self.batches.append(tuple(scored.group.position for scored in groups))
         return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
@@ -73,19 +73,19 @@ class EarlyRows:
 class FirstRows(NamedTuple):
     rest: list[ScoredGroup]
     early: EarlyRows = EarlyRows()
-    moved: int = 0  # Number of groups of this rank's first rows that another engine sampled.
-    partition: Partition = ()  # Groups of the first rows of all ranks.
+    moved: int = 0  # Number of groups in this rank's first rows that another engine sampled.
+    partition: Partition = ()  # Positions of the groups in all ranks' first rows.
 
 
 def first_rows(
     groups: Sequence[ScoredGroup], early: EarlyRows | None, recorded: Partition | None, rules: PackingRules
 ) -> FirstRows:
-    """Divide a step's groups into first rows and groups that must be packed. All ranks call it together.
+    """Divide a step's groups into this rank's first rows and groups still to pack. All ranks call it together.
 
     Args:
         groups: groups to train that this rank sampled.
         early: rows that this rank has already trained.
-        recorded: groups of the first rows of all ranks in an earlier training of the step.
+        recorded: positions of the groups in all ranks' first rows, as an earlier process trained this step.
     """
     if rules.ranks_per_row > 1 or rules.equal_counts:
         recorded = None
@@ -99,7 +99,7 @@ def first_rows(
     taken = [*itertools.chain(*of_ranks)]
     if recorded is not None:
         if len(recorded) != len(held) or len({*taken}) < len(taken) or not {*taken} <= places.keys():
-            return FirstRows([*groups])  # Other groups were recorded: the step is equal up to rounding.
+            return FirstRows([*groups])  # Other groups or ranks were recorded. The step is equal up to rounding.
         received = exchange(groups, [[places[position] for position in of_rank] for of_rank in of_ranks])
         by_position, early = {scored.group.position: scored for scored in received}, EarlyRows()
         for batch in recorded[rank()]:
@@ -144,7 +144,7 @@ def note(trainer: Any) -> str:
 
 
 def overlapped_round(trainer: Any) -> OverlappedRound | None:
-    """Return an `OverlappedRound` if this run trains groups early, or repeats a run that did. A collective."""
+    """Return an `OverlappedRound` if this run trains groups early, or may repeat such training. A collective."""
     args, journal = trainer.args, trainer.journal
     if args.dynamic_sampling:
         return None
@@ -166,8 +166,8 @@ class OverlappedRound(PlainRound):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
         self.trainer, self.learner = trainer, trainer.learner
-        self.finished: FinishedGroups | None = None  # None: no training during sampling.
-        self.early: EarlyRows | None = None  # Rows that were trained during sampling.
+        self.finished: FinishedGroups | None = None  # None: this run doesn't train during sampling.
+        self.early: EarlyRows | None = None  # Rows that this rank trained during sampling.
         self.recorded: Partition | None = None
         self._shared: FinishedGroups | None = None  # `finished`, or None in a round with recorded first rows.
         self._is_first = False  # Whether the round's first step isn't packed yet.
@@ -218,18 +218,18 @@ class OverlappedRound(PlainRound):
             if not groups:
                 with self.times.phase("wait"):
                     watchdog.progress("waiting for ranks that sample")
-                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # All ranks poll one store.
+                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # Ranks share one store.
                 continue
             with contextlib.suppress(torch.OutOfMemoryError), finished.training():
                 early.rows += self.train_rows(early.add(groups, rules), early.metrics)
                 continue
-            # Not in an `except` block, because the exception holds activations.
+            # Memory is out. Not in an `except` block, because the exception holds activations.
             self.learner.free_gradients()
             return EarlyRows()
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run forward and backward of packed rows. Return the rows with the second models' log-probabilities."""
+        """Run forward and backward of packed rows. Return the rows, maybe with a reference's log-probabilities."""
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager
         if learner.second_models:

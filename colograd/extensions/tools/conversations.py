@@ -1,7 +1,7 @@
 """`Conversations`: a rollout source for completions with tool calls.
 
-A conversation's tools run while the engine decodes other conversations. The tokens of tools' answers are masked from
-the loss. Sampled tokens are never tokenised again.
+Tools outside the main thread run while the engine decodes other conversations. The tokens of tools' answers are masked
+from the loss. Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .environments import Environment
 from .tool_format import ToolFormat
 from .toolbox import RunningCall, Toolbox, shown_content
 
-POLL = 0.02  # Maximum seconds of one wait while the engine is idle.
-# Yields the name of an engine request (and is sent the request's completion), or running calls.
+POLL = 0.02  # Maximum seconds of one wait for tools or free environments while the engine is idle.
+# One conversation. It yields the name of an engine request, and is sent the completion. Or it yields running calls.
 Talk = Generator["str | list[RunningCall]", Any, "Conversation"]
 
 
@@ -39,16 +39,16 @@ class Conversation:
     prompt: Prompt
     index: int  # Index of the completion in its group.
     environment: Environment | None
-    input: ModelInput  # The prompt's tokens. An environment's `reset` may add some.
-    asked: Any  # The prompt as in the dataset. An environment's `reset` may add content.
-    read: ModelInput  # The engine reads this for the next turn: the input and all later tokens.
+    input: ModelInput  # The prompt's tokens, including tokens that an environment's `reset` adds.
+    asked: Any  # The prompt as in the dataset, with the content that an environment's `reset` adds.
+    read: ModelInput  # Input of the engine for the next turn: `input` and all later tokens.
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # The last turn's.
-    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per part: (riders, number of tokens).
-    media: list[Media] = field(default_factory=list)  # With positions in `ids`.
+    finish_reason: FinishReason | None = None  # The last turn's. LENGTH if its tools' answers don't fit.
+    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per `add`: (riders, number of tokens).
+    media: list[Media] = field(default_factory=list)  # Images, with their positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
         """Append the tokens of a sampled ``turn``, or tokens that weren't sampled (None)."""
@@ -90,7 +90,7 @@ class Conversations:
         unopened = deque((prompt, index) for prompt in prompts for index in range(sampling.n))
         writing: dict[str, Talk] = {}  # Conversations that the engine decodes, by request.
         waiting: list[tuple[list[RunningCall], Talk]] = []
-        over: dict[int, list[Conversation]] = {}  # By prompt position.
+        over: dict[int, list[Conversation]] = {}  # Ended conversations by prompt position.
         is_limited = True
 
         def resume(talk: Talk, turn: Sampled | None = None) -> None:
@@ -109,9 +109,9 @@ class Conversations:
                 while unopened and (not is_limited or environments.has_room(sampling.n)):
                     resume(self._talk(*unopened.popleft(), sampling, seed, purpose))
                 if unopened and not (writing or waiting):
-                    if environments.in_scoring:  # The end of async reward functions makes environments free.
+                    if environments.in_scoring:  # Async reward functions free environments when they end.
                         time.sleep(POLL)
-                    else:  # A subclass that scores after all sampling makes none free.
+                    else:  # Nothing else frees one, e.g. if all scoring follows sampling.
                         is_limited = False
                 elif writing:
                     for request, (turn,) in self.engine.advance():
@@ -139,7 +139,7 @@ class Conversations:
             yield beginning
             self._begin(conversation, environment, self.tools.outcome(beginning[0]))
         for number in itertools.count():
-            # The first turn's seed is the same as in one request for n completions.
+            # The first turn has the seed that this completion has in one request for n completions.
             of_turn = request_seed(seed, prompt.position, purpose) + index
             if number:
                 of_turn = request_seed(seed, prompt.position, f"{purpose}/{index}/{number}")
@@ -161,7 +161,7 @@ class Conversations:
         return conversation
 
     def _add_answers(self, conversation: Conversation, messages: list[dict[str, Any]], max_tokens: int) -> bool:
-        """Append the tools' answers. Return False if they leave no room for a further token."""
+        """Append the tools' answers and return True. Or return False if no room would be left for a further token."""
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.shows_images
         room = min(max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
 
@@ -184,7 +184,7 @@ class Conversations:
         return len(answer) < room
 
     def _begin(self, conversation: Conversation, environment: Environment, outcome: Outcome) -> None:
-        """Append what `reset` returned to the prompt."""
+        """Append to the prompt the content that the environment's `reset` returned."""
         prompt = conversation.prompt
         where = f"environment {type(environment.instance).__name__}, prompt {prompt.position}"
         if outcome.kind != "value":

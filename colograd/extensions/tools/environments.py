@@ -21,13 +21,13 @@ from ...rollout.stages import BeginScore, PendingRewards, Stages
 from ...usercode.calls import Outcome, place_in, raised_outcome
 from ...usercode.worker_pool import WorkerCall
 
-Advise = Callable[[str, Outcome], None]  # Warns if the named environment needs the main thread.
-PIECE = 0.2  # Maximum seconds of one wait for a reward: `reward_timeout` interrupts only between two waits.
-CONTROL = ("reset", "get_reward")  # Public methods that the model can't call.
+Advise = Callable[[str, Outcome], None]  # Warns if the outcome shows that the named environment needs the main thread.
+PIECE = 0.2  # Maximum seconds of one wait for a reward. `reward_timeout` can interrupt only between two waits.
+CONTROL = ("reset", "get_reward")  # Public methods of an environment that the model can't call.
 
 
 def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap ``work`` for another thread, which then uses this thread's CUDA device."""
+    """Wrap ``work`` for another thread, so that it uses the CUDA device of the thread that wraps it."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.cuda.current_device() if used else None
 
@@ -41,7 +41,7 @@ def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
 
 class EnvironmentThread:
     """One environment's thread, because a database connection or browser may work only in the thread that opened it.
-    It is a daemon, unlike an executor's threads, so that a stuck method can't hold up the end of the process."""
+    The thread is a daemon, so that a stuck method can't hold up the end of the process."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -73,12 +73,12 @@ class Environment:
     instance: Any
     name: str  # Name of the environment in main_thread_tools.
     factory: str | None
-    thread: EnvironmentThread | None  # None means the main thread.
-    stuck: bool = False  # Whether a call was abandoned before it returned. The environment's state is then unknown.
+    thread: EnvironmentThread | None  # None: its calls run in the main thread.
+    stuck: bool = False  # Whether a call didn't return in time, so that the environment's state is unknown.
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """The methods that the model may call, by name. They are read from the class, so that no property runs."""
+        """The methods that the model may call, by name. Names are read from the class, so that no property runs."""
         names = [name for name, _ in inspect.getmembers(type(self.instance), predicate=inspect.isfunction)]
         if "reset" not in names:
             raise ValueError(
@@ -95,21 +95,22 @@ def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
 
 
 class Environments:
-    """Makes environments and lends each to a conversation, until the reward functions that may read it have returned.
-    A factory's key is the name in a row's column `environment`, or None if the run has a single factory."""
+    """Makes environments, and lends each to one conversation at a time, which includes the conversation's scoring.
+
+    A factory's key is the name in a row's column `environment`. Without a dict of factories the key is None."""
 
     def __init__(
         self, factories: Mapping[Any, Callable[[], Any]], main_thread: Collection[str], advise: Advise,
         limit: int | None,
     ) -> None:  # fmt: skip
         self._factories, self._main_thread, self._advise, self._limit = factories, main_thread, advise, limit
-        self._known: dict[int, Environment] = {}  # By `id(instance)`.
+        self._known: dict[int, Environment] = {}  # Environments by `id(instance)`.
         self._lent: list[Environment] = []
         self._returning = threading.Lock()  # Guards `_lent`, because async reward functions end in other threads.
-        self.in_scoring: set[int] = set()  # Positions of groups.
+        self.in_scoring: set[int] = set()  # Positions of the groups that are being scored.
         self._begins = True  # Whether no environment has been lent in this generation.
-        self.latest: list[Any] | None = None  # Instances lent in the last generation.
-        self.first = {key: self._make(key) for key in factories}  # One environment per key, to describe its tools.
+        self.latest: list[Any] | None = None  # Instances lent in the current or last generation.
+        self.first = {key: self._make(key) for key in factories}  # One environment per factory, to describe its tools.
         self._free = {key: [environment] for key, environment in self.first.items()}
 
     def lend(self, key: str | None) -> Environment:
@@ -122,7 +123,7 @@ class Environments:
         return environment
 
     def has_room(self, group: int) -> bool:
-        """Return whether one more environment may be lent. A whole ``group`` (its size) can always run."""
+        """Return whether one more environment may be lent. The limit is at least ``group``, a group's size."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
     def end_scoring(self, groups: Sequence[Group]) -> None:
@@ -134,7 +135,7 @@ class Environments:
             self.in_scoring -= {group.position for group in groups}
 
     def take_back(self) -> None:
-        """Make all lent environments free again, for a new generation."""
+        """End all loans, because a new generation begins. Stuck environments aren't lent again."""
         with self._returning:
             for environment in self._lent:
                 self._take_back(environment)
@@ -164,7 +165,7 @@ class Environments:
                 else:
                     rewards.append(None if instance is None else instance.get_reward())
             return rewards
-        except BaseException as error:  # Includes the interruption by `reward_timeout`.
+        except BaseException as error:  # Also the exception of `reward_timeout`.
             for known, future in zip(environments, futures, strict=True):
                 if known is not None and future is not None:
                     known.stuck |= not future.done()
@@ -196,7 +197,7 @@ class Environments:
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
-        if thread is not None and environment.thread is not thread:  # The factory returned a known instance.
+        if thread is not None and environment.thread is not thread:  # The factory returned an instance again.
             thread.close()
         return environment
 
@@ -211,7 +212,7 @@ def lending_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
 
 
 def begin_lent(environments: Environments, begin: BeginScore, groups: Sequence[Group]) -> PendingRewards:
-    """Start to score groups. Free their environments when the last reward function in this process has returned."""
+    """Start to score groups. Free their environments when all reward functions that may read them have returned."""
     environments.in_scoring |= {group.position for group in groups}
     pending, here = begin(groups), iter(list[Future[Any]]())
     if isinstance(pending, Scoring):

@@ -19,7 +19,7 @@ from .conversations import Conversations
 from .tool_format import ToolFormat
 from .toolbox import Toolbox, environment_reward
 
-OBSERVATION = 1024  # Tokens of context for the return value of an environment's `reset`.
+OBSERVATION = 1024  # Context tokens that are reserved for the content that an environment's `reset` returns.
 
 
 class ToolFeature(SourceFeature):
@@ -45,7 +45,7 @@ class ToolFeature(SourceFeature):
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         tools, factory = arguments.sources["tools"], arguments.sources["environment_factory"]
         if tools or factory is not None:
-            # With `reward_call: all` no environment becomes free before all groups are sampled.
+            # No limit with `reward_call: all`, which frees no environment before all groups are sampled.
             most = config.environments_at_once if config.reward_call == "group" else None
             workers, timeout = config.tool_workers, config.tool_timeout
             return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))
@@ -58,7 +58,7 @@ class ToolFeature(SourceFeature):
         self.form = ToolFormat(policy.tokenizer, kwargs, reader_of(policy))
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return empty prompts for one generation. An environment's `reset` writes their texts."""
+        """Return as many empty prompts as one round of sampling needs. An environment's `reset` writes their texts."""
         if not self.toolbox.factories:
             return super().empty_prompts(config)
         if self.toolbox.by_name:

@@ -15,13 +15,13 @@ from ...data.messages import without_nones
 from ...rollout.texts import ToolCall, as_calls, has_parser, parsed_turn
 from ...usercode.untrusted import parse_json
 
-# The format of Hermes, Qwen 2.5 and 3, SmolLM and others: JSON with a name and arguments.
+# A tool call of Hermes, Qwen 2.5 and 3, SmolLM and others: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 QUESTION = {"role": "user", "content": "question"}
 
 
 class ToolFormat:
-    """Tool calls and tools' answers in a chat template. ``reader`` is the `ImageReader` of a vision-language model."""
+    """Reads tool calls, and writes tools' answers. ``reader`` is the `ImageReader` of a vision-language model."""
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: Any = None) -> None:
         self._tokenizer, self._kwargs, self.reader = tokenizer, template_kwargs, reader
@@ -55,7 +55,7 @@ class ToolFormat:
                 f"no parser is known for the tool calls that {tokenizer.name_or_path} writes: set the tokenizer's "
                 "response_template (see response parsing in transformers' documentation)."
             )
-        # `_end` is the special token that ends an assistant message in the template, e.g. ``<|im_end|>`` in ChatML.
+        # `_end`: token that ends an assistant's message, e.g. ``<|im_end|>`` in ChatML. Without one: the EOS token.
         begun, before = self._read([QUESTION], add_generation_prompt=True).ids, self._read([QUESTION, call]).ids
         same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
         eos, special = tokenizer.eos_token_id, {*tokenizer.all_special_ids}
@@ -66,7 +66,7 @@ class ToolFormat:
     def read(
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
-        """Return an assistant message and its tool calls. If one call is malformed, all remain text."""
+        """Return an assistant message and its tool calls. If one call is malformed, all calls remain text."""
         parsed = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
         if parsed is not None:
             message, calls = parsed
@@ -91,7 +91,7 @@ class ToolFormat:
         before = self._read([QUESTION, call], **arguments).ids
         whole = self._read([QUESTION, call, *messages], **arguments, add_generation_prompt=True)
         if self._end in before:
-            # End tokens are counted, because a template may write messages differently once others follow.
+            # End tokens are counted, because templates may write a message differently when others follow.
             start = [place for place, token in enumerate(whole.ids) if token == self._end][before.count(self._end) - 1]
         elif whole.ids[: len(before)] == before:
             start = len(before)

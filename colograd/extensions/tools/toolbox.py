@@ -34,8 +34,8 @@ from ...usercode.worker_pool import WorkerPool
 from .environments import Environment, Environments, factory_names, on_this_device
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
-PARTS = ("text", "image", "image_url", "audio", "video")  # Types of content parts in chat templates.
-# Texts of Python's errors in other threads.
+PARTS = ("text", "image", "image_url", "audio", "video")  # Types of a message's content parts.
+# Parts of Python's errors about calls that need the main thread.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 
 
@@ -46,11 +46,11 @@ def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: d
     started = time.perf_counter()
     try:
         value = function(**arguments)
-        if inspect.isawaitable(value):  # An environment's async method. Waiting keeps the order of its calls.
+        if inspect.isawaitable(value):  # E.g. of an environment's method. Waiting here keeps the order of calls.
             outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
         else:
             outcome = Outcome("value", value, time.perf_counter() - started)
-    except BaseException as error:  # SystemExit would end the thread without an outcome.
+    except BaseException as error:  # Also SystemExit, which would end the thread without an outcome.
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         outcome = raised_outcome(error)
@@ -64,7 +64,7 @@ class RunningCall:
     deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
     run: Callable[[], None] | None = None  # Runs the call in the main thread (main_thread_tools).
     environment: Environment | None = None
-    declarable: str | None = None  # Name for main_thread_tools, if that may mend the call.
+    declarable: str | None = None  # Name to advise for main_thread_tools if the call fails.
 
     def done(self) -> bool:
         return self.run is not None or self.future.done() or time.monotonic() > self.deadline
@@ -84,7 +84,7 @@ class Toolbox:
         workers: number of processes for the sync tools. 0 means that sync tools run in threads.
         timeout: maximum seconds of a call outside the main thread. None means no limit.
         main_thread: names of tools and environments that work only in the main thread.
-        most_environments: maximum number of environments in use at once, but at least a group's. None: no limit.
+        most_environments: environments in use at once. A whole group may always have its environments. None: no limit.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Toolbox:
     ) -> None:  # fmt: skip
         self.timeout = timeout
         self.counts: dict[str, float] = defaultdict(float)
-        # Called with an ended call's tool, start and end in `time.perf_counter` seconds.
+        # Called when a call ends: with the tool's name, and the call's start and end in `time.perf_counter` seconds.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools: dict[str, Callable[..., Any]] = {}
         for tool in tools or ():
@@ -151,7 +151,7 @@ class Toolbox:
         return {"tools": self.schemas(row) or None}
 
     def open(self, row: dict[str, Any]) -> tuple[Environment | None, list[RunningCall]]:
-        """Begin a row's conversation. Return its environment and the running call of ``reset``."""
+        """Begin a row's conversation. Return its environment and the running call of ``reset``, if it has one."""
         if not self.factories:
             return None, []
         environment = self.environments.lend(self._factory_of(row))
@@ -198,7 +198,7 @@ class Toolbox:
         self, name: str, function: Callable[..., Any], arguments: dict[str, Any],
         environment: Environment | None = None, earlier: int = 0,
     ) -> RunningCall:  # fmt: skip
-        """Start a call. An environment's thread runs ``earlier`` calls before it."""
+        """Start a call. ``earlier``: number of calls that the environment's thread runs before this call."""
         arguments, is_async = own_copy(arguments), inspect.iscoroutinefunction(function)
         deadline = math.inf if self.timeout is None else time.monotonic() + (1 + earlier) * self.timeout
         if environment is None and name in self._pool:  # No deadline, because worker processes limit the call's time.
@@ -209,7 +209,7 @@ class Toolbox:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, deadline + GRACE)  # Late only if a tool blocks the event loop.
+            return RunningCall(name, running, deadline + GRACE)  # For tools that block the event loop.
         future = Future[Outcome]()
         run = functools.partial(run_call, future, function, arguments)
         if name in self._main_thread if environment is None else environment.thread is None:
@@ -252,7 +252,7 @@ class Toolbox:
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """Put ``error`` in place of the messages' images."""
+        """Put ``error`` in place of the content of each message that has images."""
         shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
@@ -262,12 +262,12 @@ class Toolbox:
         return shown
 
     def _failed(self, name: str, error: Exception, outcome: Outcome | None = None, remedy: str = "") -> str:
-        """Return a failed call's content. Warn about it once, because only the model reads the content."""
+        """Return a failed call's answer for the model. Warn the user at most once per tool and kind of failure."""
         self.counts["tools/failures"] += 1
         problem = f"what tool {name!r} returned can't be shown ({error})"
         if outcome is not None and outcome.kind != "value":
             place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
-            problem = place and f"tool {name!r} raised {outcome.value[0]} ({place})"  # Empty for a wrong call.
+            problem = place and f"tool {name!r} raised {outcome.value[0]} ({place})"  # Empty if the call was wrong.
         key = (problem.partition(" ")[0], name)
         if problem and key not in self._warned:
             self._warned.add(key)
@@ -320,7 +320,7 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
-    """Return the content of the message with a tool's outcome. Raise an error for the model if the call failed."""
+    """Return the content of a tool's answer. If the call failed, raise an error. The model reads the error's text."""
     if outcome.kind == "late":
         raise RuntimeError(f"timed out after {outcome.seconds:g} s")
     if outcome.kind == "died":
@@ -328,16 +328,18 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
     if outcome.kind != "value":
         raise RuntimeError(str(outcome.value[0]).partition(": ")[2])
     shown = shown_content(outcome.value, images)
-    if not isinstance(outcome.value, list):  # A list stays a list, because reward functions get a list in TRL.
+    if not isinstance(outcome.value, list):  # A list stays a list for reward functions, as in TRL.
         return shown
     try:
-        return clean(copy.deepcopy(outcome.value))  # The tool can't change the copy later.
-    except Exception:  # The value can't be copied, e.g. an object with a lock.
+        return clean(copy.deepcopy(outcome.value))  # A copy, because the tool may change its list later.
+    except Exception:  # E.g. an object with a lock can't be copied.
         return shown
 
 
 def shown_content(content: Any, images: bool = False) -> Any:
-    """Return a tool's value for the model: text, or content parts if the value has ``images`` that the model reads."""
+    """Convert a tool's value for the model: to text, or to content parts if it has an image and ``images`` is true.
+
+    ``images``: whether the model reads images."""
     is_list = isinstance(content, list) and bool(content)
     if not is_list or not all(isinstance(part, dict) and part.get("type") in PARTS for part in content):
         return str(clean(str(content)))
@@ -351,5 +353,5 @@ def shown_content(content: Any, images: bool = False) -> Any:
             for part in content
         ]
     if others := [kind for kind in kinds if kind != "text"]:
-        raise ValueError(f"A part of type {others[0]!r} can't be shown to the model, which reads only text.")
+        raise ValueError(f"A part of type {others[0]!r} can't be shown to this model.")
     return str(clean("".join(str(part["text"]) for part in content)))

@@ -17,22 +17,22 @@ from ....engine.protocol import Sampled
 from ....engine.sampling import Sampling
 from ....usercode.untrusted import clean, parse_json
 
-# Request parameters that change the sampling, each with its neutral values besides None.
+# Request parameters that change the sampling. Each has the values that, like None, count as leaving it out.
 SHAPING: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,), "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": ([],),
     "ignore_eos": (False,), "thinking_token_budget": (), "repetition_detection": (),
 }  # fmt: skip
-# Unsupported request parameters, each with its accepted values besides None.
+# Request parameters that this endpoint refuses, unless they have a value from here or None.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (0,), "top_logprobs": (0,),
     "logprob_token_ids": ([],), "continue_final_message": (False,), "add_generation_prompt": (True,),
     "chat_template": (), "truncate_prompt_tokens": (), "prompt_embeds": (), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "include_stop_str_in_output": (False,),
 }  # fmt: skip
-# Options of `apply_chat_template`, which a request's `chat_template_kwargs` may not set.
+# Arguments of `apply_chat_template` that a request's `chat_template_kwargs` may not contain.
 NO_ARGUMENTS = {"chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
-# (text in the chat template, name of vLLM's parser). The first match counts.
+# (text, name of vLLM's parser for chat templates that contain the text). The first found text counts.
 TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
@@ -48,10 +48,10 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    api: str  # "chat", "completions" or "messages".
-    request: Any  # vLLM's request object. For "messages" it is the equivalent chat request.
+    api: str  # The API's name: "chat", "completions" or "messages".
+    request: Any  # vLLM's request object. A request to "messages" is converted to a chat request.
     sampling: Sampling
-    shaping: dict[str, Any]  # Sampling settings by name that differ from the run's settings.
+    shaping: dict[str, Any]  # Values by name of temperature and `SHAPING` parameters that differ from the run's.
     stops: list[str]
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
@@ -60,9 +60,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    message: dict[str, Any]  # In the form of OpenAI's chat API. `completions`: only the content.
+    message: dict[str, Any]  # The answer in the form of OpenAI's chat API. For "completions" only its `content`.
     finish_reason: str  # "stop", "length" or "tool_calls".
-    stop: str | None  # Stop string that ended the answer.
+    stop: str | None  # The stop string that ended the answer, or None.
     ids: Sequence[int]
     logprobs: Sequence[float]
 
@@ -88,7 +88,7 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
-        # Malformed tool calls aren't errors of the run: hide vLLM's tracebacks.
+        # The model may write malformed tool calls: hide vLLM's tracebacks about them.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
@@ -118,7 +118,7 @@ class ChatAPI:
         n = 1 if request.n is None else request.n
         if n < 1:
             raise BadRequest(f"n is {n}, but `n` must be at least 1.")
-        fields = vars(request)  # Not `getattr`, which warns for a deprecated field.
+        fields = vars(request)  # `getattr` would warn about the deprecated `max_tokens` of a chat request.
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
             raise BadRequest(f"max_tokens is {most}, but `max_tokens` must be at least 1.")
@@ -141,7 +141,7 @@ class ChatAPI:
         if api == "completions":
             prompt = request.prompt
             if (request.logprobs or 0) > 1:
-                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token has one: use 1.")
+                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token gets one: set it to 1.")
             if prompt is None or prompt == []:
                 raise BadRequest("prompt is missing or empty: set a text or token ids.")
             one = isinstance(prompt, str) or isinstance(prompt[0], int)
@@ -161,7 +161,9 @@ class ChatAPI:
         return Call(api, request, own, shaping, stops, **further)
 
     def _with_tools(self, request: Any, arguments: dict[str, Any]) -> Any:
-        """Add tools etc. to ``arguments``. Return the request with the output structure that `tool_choice` requires."""
+        """Add a request's tools, documents and reasoning effort to ``arguments``, which the chat template gets.
+
+        Return the request with the output structure that the request's `tool_choice` requires."""
         if others := NO_ARGUMENTS & arguments.keys():
             raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't support: remove it.")
         if request.reasoning_effort is not None:
@@ -172,7 +174,7 @@ class ChatAPI:
         if not request.tools:
             return request
         if not self.tool_parser:
-            raise BadRequest("no parser of this model's tool calls is known: the run must set agent_tool_parser.")
+            raise BadRequest("no parser of this model's tool calls is known: set agent_tool_parser in the run.")
         if request.tool_choice is None:
             request.tool_choice = "auto"
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
@@ -249,14 +251,14 @@ class ChatAPI:
             ]
         elif content is None:
             message["content"] = ""
-        return dict(clean(message))  # Replace lone surrogates, e.g. from JSON escapes in calls.
+        return dict(clean(message))  # Replaces lone surrogates, e.g. from JSON escapes in tool calls.
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
         from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
         written, parts = sum(len(choice.ids) for choice in choices), list[dict[str, Any]]()
-        # `logprobs: 0` means the sampled token's log-probability, but False means none.
+        # `logprobs: 0` (completions) asks for the sampled token's log-probability, but False (chat) for none.
         wants_logprobs = call.request.logprobs is not None and call.request.logprobs is not False
         for index, choice in enumerate(choices):
             tokens = [self.tokenizer.decode([token]) for token in choice.ids] if wants_logprobs else []
@@ -314,7 +316,7 @@ def _anthropic(response: Any) -> dict[str, Any]:
 
 
 def events(call: Call, body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield server-sent events from a response's body."""
+    """Yield a response's body as server-sent events, which a streaming request expects."""
     if call.api == "messages":
         yield from _message_events(body)
         return

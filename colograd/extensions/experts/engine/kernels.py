@@ -22,7 +22,7 @@ from ....policy.loading import Policy
 from ....reporting.console import Console
 from ....runtime.sizes import num_experts
 
-SLOPE, LIMIT = 1.702, 7.0  # Constants of gpt-oss's activation. Its gate and up projections alternate their rows.
+SLOPE, LIMIT = 1.702, 7.0  # Constants of gpt-oss's activation. In its input gate and up alternate.
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu, "gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh"),
 }  # fmt: skip
@@ -70,7 +70,7 @@ class MixtureBuild(EngineFeature):
     def while_built(self) -> Iterator[None]:
         from vllm.distributed import parallel_state as vllm_groups
 
-        # vLLM creates its groups once per process, for a dense model without the experts' group.
+        # vLLM creates its process groups once per process. After a dense model the experts' group is missing.
         if vllm_groups._WORLD is not None and vllm_groups._EP is None:
             world, ranks = vllm_groups._WORLD, torch.arange(torch.distributed.get_world_size())
             engines = ranks.view(-1, self.config.vllm_tensor_parallel_size).tolist()
@@ -89,7 +89,7 @@ def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
 
 
 def check_experts(experts: int, on_cpu: bool) -> None:
-    """Raise a RuntimeError if `live_experts` can't replace this vLLM's experts."""
+    """Raise a RuntimeError on a CPU if `live_experts` can't replace the experts of the installed vLLM."""
     if not experts or not on_cpu:
         return
     try:
@@ -112,7 +112,7 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
-    """Set the adapter's `why_merged` if vLLM can't serve the adapter. ``samples``: whether the run has an engine."""
+    """Return the policy, with `why_merged` in its adapter if the run has an engine that can't serve the adapter."""
     adapter = policy.adapter
     if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
         return policy

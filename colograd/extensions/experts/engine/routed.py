@@ -1,7 +1,7 @@
 """Record of the experts that the engine's routers chose for each token of a sequence, for `router_replay`.
 
-vLLM's Model Runner V2, used on a GPU, returns the experts. With V1, used on a CPU, each router passes its choice to a
-function here, and the prefix cache is off, because the routers don't run for cached tokens.
+vLLM's Model Runner V2, which GPUs use, returns the experts. With V1, the default on a CPU, each router passes its
+choice to a function here. Then the prefix cache is off, because routers don't run for cached tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RouterLog(EngineFeature):
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
         self.itself = False  # Whether vLLM returns the experts itself.
-        # Experts [n, L, K] by request name and completion index. n may exceed the number of tokens.
+        # Request's name -> completion's index -> experts [n, L, K], with spare rows at the end.
         self._seen: dict[str, dict[int, torch.Tensor]] = {}
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,7 +56,7 @@ class RouterLog(EngineFeature):
         from vllm.model_executor.layers.fused_moe import layer as fused
 
         if engine.layout.engine_place > 0:
-            if self.itself:  # vLLM's worker returns experts on the first rank only, and other schedulers would fail.
+            if self.itself:  # Only the first rank's worker returns experts. Other schedulers would fail.
                 engine.scheduler.aux_output_connector = None
             return
         runner = engine.runner
@@ -76,7 +76,7 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        self._step[place] = chosen.to(self.dtype)  # (T, K) of an engine step's tokens.
+        self._step[place] = chosen.to(self.dtype)  # (T, K) for the T tokens of an engine step.
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._execute(scheduled, *args, **kwargs)
@@ -88,7 +88,7 @@ class RouterLog(EngineFeature):
         for row, name in enumerate(batch.req_ids):
             start, own = int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]]
             at += counts[name]
-            if (ours := NAME.fullmatch(name)) is None:  # Not a request of ours.
+            if (ours := NAME.fullmatch(name)) is None:  # Not a completion's request.
                 continue
             of_request, index, end = self._seen.setdefault(ours[2], {}), int(ours[1] or 0), start + len(own)
             rows = of_request.get(index, own[:0])
@@ -103,7 +103,7 @@ class RouterLog(EngineFeature):
         parts, shared, start = [], None, len(prompt.ids)
         for completion, one in zip(outputs, sampled, strict=True):
             rows = filled(self._take(request, completion), start + len(one.ids))
-            # Copies, because all completions share the prompt's tensor, and ranks may send tensors separately.
+            # Copies, because a view would keep the whole tensor. All completions share the prompt's tensor.
             shared = rows[:start].clone() if shared is None else shared
             rider = RoutedExperts(shared, rows[start:].clone())
             parts.append(dataclasses.replace(one, riders=(*one.riders, rider)))
@@ -111,7 +111,7 @@ class RouterLog(EngineFeature):
 
     def _take(self, request: str, completion: Any) -> torch.Tensor:
         if self.itself:
-            experts = getattr(completion, "routed_experts", None)  # (tokens - 1, all layers, K)
+            experts = getattr(completion, "routed_experts", None)  # (tokens - 1, number of layers, K)
             if experts is None:
                 raise _problem("returned no experts for a completion, but router_replay needs them")
             layers = [int(layer.layer_id) for layer in self._layers]
