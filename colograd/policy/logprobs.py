@@ -63,7 +63,7 @@ class ForwardStep:
         return name
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
-        """Return additional inputs of transformers' forward for one sequence, which `row_proof` runs."""
+        """Return additional inputs for transformers' own forward of one sequence, a part of `row_proof`."""
         return {}
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
