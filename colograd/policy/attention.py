@@ -1,5 +1,7 @@
-"""Attention of packed rows: each segment (a prompt or completion) attends causally to its own tokens, and to all tokens
-of the earlier segments that the row's `SegmentLayout` lists. `NAME` is its name in transformers.
+"""Attention of packed rows, registered in transformers under `NAME`.
+
+Each segment (e.g. a prompt or completion) attends causally to its own tokens, and to all tokens of the earlier segments
+that the row's `SegmentLayout` lists for it. A sliding window limits both.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ RowPart: TypeAlias = Any  # `RowPart` of extension `sequence_parallel`: this ran
 
 @dataclass(eq=False, slots=True)
 class ImageRuns:
-    """Places of a row's image tokens. With a plain list torch would compile layers again for each length."""
+    """Ranges of a row's image tokens. A plain list would make torch compile layers again for each number of images."""
 
     places: Sequence[tuple[int, int]]  # (first, last + 1) for each image.
 
@@ -58,7 +60,7 @@ def packed_attention(
     size = value.shape[-1]
     if layout is None:
         if s_aux is not None:
-            # transformers' `sdpa` ignores sinks. If a causal mask is enough, transformers passes None as the mask.
+            # transformers' `sdpa` ignores sinks, so it isn't called here. A mask of None means causal attention.
             mask = attention_mask
             if mask is None:
                 mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
@@ -112,7 +114,7 @@ def packed_attention(
 
 
 def in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Undo mixed dtypes of rotary embeddings under autocast, because fused kernels take only one dtype."""
+    """Cast to autocast's dtype: rotary embeddings may give float32 under autocast, but fused kernels take one dtype."""
     dtype = autocast_dtype(tensors[0].device)
     return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
@@ -129,7 +131,10 @@ HEAD_STEP = 8  # Fused kernels take head sizes that are multiples of 8.
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Append the sinks as a key of value 0, in a new dimension of the heads, because kernels take no sinks."""
+    """Append the sinks as one more key, whose value is 0, because kernels take no sinks.
+
+    New dimensions of the heads hold the sinks' logits.
+    """
     tokens, heads = query.shape[2], query.shape[1]
     own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
     query = F.pad(torch.cat([query, own], dim=-1), (0, HEAD_STEP - 1))
@@ -158,7 +163,7 @@ def _segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
     options: tuple[float, float, float | None], window: int | None, sink: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention (1, T, H, D) segment by segment. With ``sink`` the row's last key is a sink."""
+    """Compute attention segment by segment. With ``sink`` the row's last key is a sink."""
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
     lengths = (*layout.lengths, 1) if sink else layout.lengths
@@ -180,14 +185,14 @@ def _segment_attention(
         scores = queries @ k.mT * scaling
         scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
         outputs.append(F.dropout(scores.softmax(-1, dtype=torch.float32).to(v.dtype), dropout) @ v)
-    # The memory layout equals that of `MergedAttention`, so that compiled layers need only one graph.
+    # The output has the memory layout of `MergedAttention`, so that compiled layers need only one graph.
     return torch.cat([part.transpose(1, 2) for part in outputs], dim=1)
 
 
 def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if query.device.type == "cpu" or query.shape[1] == key.shape[1]:
         return key, value
-    # torch's fused GPU kernel for masks takes no grouped heads. Other kernels store all scores.
+    # torch's fused GPU kernel for masks needs as many key heads as query heads. Other kernels store all scores.
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
@@ -196,7 +201,7 @@ def _seen_both_ways(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
     options: tuple[float, float, int | None],
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention (1, tokens of all ``runs``, H, D) of image tokens, also to later tokens of their image."""
+    """Compute attention of the image tokens in ``runs``. An image's tokens attend to all tokens of the image."""
     scaling, dropout, window = options
     key, value = _heads_for_masks(query, key, value)
     starts, again = layout.starts, []
@@ -215,8 +220,10 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """Return a bool mask (queries, keys) with the last query at the last key. Masks above 1 MiB aren't cached, because
-    256 of them would take gigabytes."""
+    """Return a causal mask, bool (queries, keys), True where a query attends. The last query is at the last key.
+
+    Masks above 1 MiB aren't cached, because the cache keeps 256 masks.
+    """
     make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
     return make(queries, keys, window, device, sink)
 
@@ -239,7 +246,7 @@ def flash_takes(query: torch.Tensor) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-# Below this mean prompt length, copies of prompts' keys are faster on a CPU (docs/measurements.md).
+# Mean prompt length in tokens. Below it, copies of prompts' keys are faster on a CPU (docs/measurements.md).
 IN_PLACE_FROM = 128
 _in_place_from = IN_PLACE_FROM
 _packed_rows = False
@@ -261,7 +268,7 @@ def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
 
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
-    if flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # `run_merged` pads smaller values.
+    if flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # `run_merged` pads values to the size of keys.
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
         return ()
@@ -289,13 +296,16 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
 
 
 def packed_rows() -> AbstractContextManager[None]:
-    """Return a context without masks. transformers makes masks before it passes a row's layout to the layers."""
+    """Return a context in which transformers gets no masks from `_mask`, because the row's layout replaces masks."""
     return _with_globals(_packed_rows=True)
 
 
 @contextmanager
 def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
-    """Record window sizes of masks, and of attention calls. Packed rows ignore a window that only masks have."""
+    """Record two sets of window sizes: of masks that transformers requests, and of calls of packed attention.
+
+    Packed rows would ignore a window that only masks have.
+    """
     windows = set[int](), set[int]()
     with _with_globals(_watching=windows):
         yield windows

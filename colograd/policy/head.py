@@ -17,29 +17,30 @@ from torch.utils._triton import has_triton
 from ..runtime import cpu_products
 from . import attention
 
-HIDDEN = -1e30  # Logit of a token that the sampler couldn't choose. Finite, so that no product becomes NaN.
-FLOAT32_PRODUCTS = "colograd_float32_products"  # Attribute of a head module, set by `cast_lm_head_to_fp32`.
-TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}  # Maximum number of logits in a tile.
-TILE_ROWS = 8192  # Maximum number of labels in a tile. More would make tiles too narrow for fast products.
-TILE_COLUMNS = 64  # Rounding of a tile's width on a GPU, where unaligned rows are slow.
+HIDDEN = -1e30  # Logit of tokens that the sampler couldn't choose. Finite, so that products don't become NaN.
+FLOAT32_PRODUCTS = "colograd_float32_products"  # Attribute that `cast_lm_head_to_fp32` sets on a head module.
+TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}  # Maximum number of logits in a tile, by device.
+TILE_ROWS = 8192  # Maximum number of labels in a tile. More labels would make tiles too narrow for fast products.
+TILE_COLUMNS = 64  # On a GPU tile widths are rounded to multiples of this, because unaligned rows are slow.
 
 
 # The tokens that the sampler could choose for each label (e.g. with top-k), as in `kept_tokens/rider.py`. The method
-# ``hidden(row, vocabulary)`` returns (n, c) bool for n labels and c token ids, True where an id isn't a candidate.
+# ``hidden(row, vocabulary)`` takes a slice of n labels and a slice of c token ids. It returns (n, c) bool, True where
+# the sampler couldn't choose the id.
 Candidates: TypeAlias = Any
 OtherDistribution: TypeAlias = Any  # A teacher's distribution for each label, as in `distillation/head.py`.
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Steps that convert hidden states to logits: softcap(scale * (hidden @ weight.T + bias)) / temperature."""
+    """How hidden states become logits: softcap(scale * (hidden @ weight.T + bias)) / temperature."""
 
     temperature: float
     scale: float
     softcap: float
     dtype: torch.dtype  # Dtype of the matrix products.
     wide: bool = False  # Whether products of 16-bit weights return float32 logits (`cast_lm_head_to_fp32`).
-    part: Any = None  # This rank's shard of the head's weight (`VocabularyPart`).
+    part: Any = None  # Range of token ids in this rank's shard of the weight (`VocabularyPart`). None: all.
     candidates: Candidates | None = None  # Tokens that the softmax is over. None means the whole vocabulary.
     low: ClassVar[float] = HIDDEN
 
@@ -52,7 +53,7 @@ class Head:
 
     @property
     def exact(self) -> torch.dtype:
-        """Dtype of all computations except the matrix products."""
+        """Dtype of computations on logits: float64 if the matrix products are, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
@@ -66,7 +67,7 @@ class Head:
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute hidden @ weight.T + bias in a new tensor. float32 holds the product of two 16-bit numbers exactly."""
+        """Compute hidden @ weight.T + bias in a new tensor. If `wide`, sums aren't rounded to 16 bits."""
         if not self.wide:
             return torch.nn.functional.linear(hidden, weight, bias)
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
@@ -76,8 +77,10 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def finish_(self, tile: torch.Tensor, row: slice, vocabulary: slice, keep_cap: bool = False) -> torch.Tensor | None:
-        """Apply soft cap, temperature and candidates to a tile of `logits`, in place. With ``keep_cap`` return t =
-        tanh(tile / softcap): the derivative of the soft cap is 1 - t^2."""
+        """Apply soft cap, temperature and candidates to a tile of `logits`, in place.
+
+        With ``keep_cap`` and a soft cap return t = tanh(tile / softcap): the derivative of the soft cap is 1 - t^2.
+        """
         capped = None
         if self.softcap:
             tile.div_(self.softcap).tanh_()
@@ -90,7 +93,7 @@ class Head:
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Return the dtype of a head's products. A CPU without bfloat16 instructions is faster in float32."""
+    """Return the dtype of a head's matrix products: float32 for bfloat16 on a CPU without bfloat16 instructions."""
     found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
     slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
     return torch.float32 if slow else found
@@ -111,12 +114,12 @@ def cast(
 
 
 def parts(total: int, size: int) -> Iterator[slice]:
-    """Return slices of at most ``size`` that cover 0 ... ``total``: at least one, maybe empty."""
+    """Return slices of at most ``size`` elements that cover range(total). A total of 0 gives one empty slice."""
     return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return the number of token ids in the model's input embedding, on all ranks together."""
+    """Return the number of token ids in the model's input embedding. For shards: of the whole embedding."""
     table = model.get_input_embeddings()
     own = getattr(table, "vocabulary", None)
     return int(table.weight.shape[0] if own is None else own.size)
@@ -157,11 +160,13 @@ def label_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Gradient p (slope log p - constant - logq) of entropy and KL divergence for a tile's logits (n labels, c
-    columns). In some columns, `more` is added."""
+    """The loss's gradient by way of entropy and KL divergence, for a tile's logits (n labels, c columns).
 
-    slope: torch.Tensor  # (n,)
-    constant: torch.Tensor  # (n,)
+    It is p (slope log p - constant - logq), p = softmax of the logits. In some columns `more` is added.
+    """
+
+    slope: torch.Tensor  # The factor `slope` of each label, (n,).
+    constant: torch.Tensor  # The term `constant` of each label, (n,).
     logq: torch.Tensor | None = None  # The teacher's log-probabilities times the KL divergence's gradient, (n, c).
     more: tuple[torch.Tensor, torch.Tensor] | None = None  # Column indices (n, K), and values to add there, (n, K).
 
@@ -176,7 +181,7 @@ class _LabelLogprobs(torch.autograd.Function):
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         running = states.new_zeros((4, len(labels)), dtype=head.exact)
         label_logit, moment, total, maximum = running.unbind()
-        maximum.fill_(torch.finfo(head.exact).min / 2)  # Not -inf, because differences of maxima must be finite.
+        maximum.fill_(torch.finfo(head.exact).min / 2)  # Not -inf: the difference of two maxima must be finite.
         kernels = kernels_for(states, head, other)
         sums = None if other is None else other.sums(total)
         for vocabulary in parts(len(weight), columns):
@@ -194,7 +199,7 @@ class _LabelLogprobs(torch.autograd.Function):
         normaliser = maximum + total.log()
         ctx.head, ctx.other = head, other
         divergence, of_other = (None, None) if sums is None else sums.result(total, normaliser)
-        entropy = total.log() - moment / total  # log Z - E[x], x = logit - maximum.
+        entropy = total.log() - moment / total  # log Z - E[x] for x = logit - maximum, Z = sum of e^x.
         of_backward = entropy if entropy_gradient else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, of_backward, divergence, of_other)
         if not entropy_gradient:
@@ -206,7 +211,11 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """d logprob / d logit = onehot - p, d H / d logit = -p (log p + H), d KL / d logit = p (log p - log q - KL)."""
+        """Apply d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and, with a teacher,
+        d KL / d logit = p (log p - log q - KL).
+
+        p is the policy's probability, q the teacher's, H the entropy.
+        """
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_other = ctx.saved_tensors
         head: Head = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -217,7 +226,7 @@ class _LabelLogprobs(torch.autograd.Function):
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
         kernels = kernels_for(states, head, ctx.other)
         gradient, of_entropy = gradient.contiguous(), of_entropy.contiguous()
-        dtype = head.exact if needs_bias else head.dtype  # A bias's gradient needs unrounded numbers.
+        dtype = head.exact if needs_bias else head.dtype  # A bias's gradient sums unrounded numbers.
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
@@ -256,8 +265,10 @@ class _LabelLogprobs(torch.autograd.Function):
 def _add_tile(
     tile: torch.Tensor, labels: torch.Tensor, place: tuple[slice, slice], running: torch.Tensor, sums: Any
 ) -> None:
-    """Update the ``running`` statistics (4, n) by a tile of final logits x, and overwrite the tile. Rows: label's
-    logit, sum of e^(x - m) (x - m), sum of e^(x - m), maximum m."""
+    """Add a tile of final logits x to the ``running`` statistics (4, n) of n labels, and overwrite the tile.
+
+    The statistics of a label are its logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and the maximum m.
+    """
     label_logit, moment, total, maximum = running.unbind()
     index, inside = _columns(labels[place[0]], place[1])
     gaps = None if sums is None else sums.gaps(tile, *place)
@@ -279,7 +290,7 @@ def _add_tile(
 def _turn_to_gradient(
     head: Head, tile: torch.Tensor, of_row: tuple[torch.Tensor, ...], place: tuple[slice, slice], spread: Spread | None
 ) -> None:
-    """Replace a tile of `Head.logits` by the loss's gradient for hidden @ weight.T, in place."""
+    """Overwrite a tile of `Head.logits` with the loss's gradient with respect to hidden @ weight.T."""
     labels, normaliser, gradient = of_row
     chain, (index, inside) = head.chain, _columns(labels, place[1])
     gradient = gradient * chain
@@ -287,7 +298,7 @@ def _turn_to_gradient(
     tile.sub_(normaliser[:, None])
     if spread is None:
         tile.exp_().mul_(-gradient[:, None])
-    else:  # p (slope log p - constant - logq - gradient), p = softmax.
+    else:  # The sum of p (slope log p - constant - logq), see `Spread`, and -p gradient.
         power = tile.exp()
         tile.mul_((spread.slope * chain)[:, None]).sub_((gradient + spread.constant * chain)[:, None])
         if spread.logq is not None:
@@ -302,7 +313,7 @@ def _turn_to_gradient(
 
 
 def _columns(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each label's column in a tile, (n, 1) int64, and whether the tile has the label, (n,) bool."""
+    """Return each label's column in a tile, (n, 1) int64, or 0, and whether the tile has the label, (n,) bool."""
     inside = (labels >= vocabulary.start) & (labels < vocabulary.stop)
     return (labels - vocabulary.start).where(inside, 0)[:, None], inside
 

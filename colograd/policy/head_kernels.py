@@ -12,7 +12,7 @@ import triton.language as tl
 
 BLOCK = 2048  # Columns that a Triton program reads at a time.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
-Tile: TypeAlias = tuple[torch.Tensor, slice, slice]  # All labels, (N,) int64, and the tile's slices of labels and ids.
+Tile: TypeAlias = tuple[torch.Tensor, slice, slice]  # Labels (N,), the tile's slice of labels, and of token ids.
 
 
 def add_tile(head: Any, product: torch.Tensor, tile: Tile, running: torch.Tensor) -> None:
@@ -22,8 +22,11 @@ def add_tile(head: Any, product: torch.Tensor, tile: Tile, running: torch.Tensor
 def gradient(
     head: Any, product: torch.Tensor, tile: Tile, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the loss's gradient for a tile of `Head.product`, maybe in its memory. ``of_rows``: each label's
-    normaliser, gradients for log-probability and entropy, and entropy, (n,) float32 each."""
+    """Return the loss's gradient with respect to a tile of `Head.product`, maybe in the tile's memory.
+
+    ``of_rows`` has tensors (n,) float32 with a value per label: the normaliser, the log-probability's gradient, the
+    entropy's gradient, the entropy (or None).
+    """
     result = product if product.dtype == dtype else torch.empty_like(product, dtype=dtype)
     grid = len(result), triton.cdiv(result.shape[1], BLOCK)
     _launch(_turn_to_gradient, grid, head, product, tile, *of_rows, result, head.chain)
@@ -31,7 +34,7 @@ def gradient(
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, tile: Tile, *others: Any) -> None:
-    """Start a kernel for logits = behind * tanh(before * product). Without soft cap: behind * before * product."""
+    """Start a kernel on logits = behind * tanh(before * product). Without a soft cap tanh is left out."""
     assert product.is_contiguous()
     labels, row, vocabulary = tile
     hidden = None if head.candidates is None else head.candidates.hidden(row, vocabulary).contiguous()

@@ -15,12 +15,12 @@ from transformers import AttentionInterface
 from ..config import GRPOConfig
 from . import attention
 
-# There are graphs for training, evaluation and no gradients, for each kind of layer, with and without an adapter.
+# Limit of compiled graphs per function. Training, evaluation, kinds of layers and adapters need graphs of their own.
 MOST_GRAPHS = 64
 
 
 class NotCompiled(ValueError):
-    """The error that torch can't compile a decoder layer."""
+    """Raised when torch can't compile a decoder layer."""
 
 
 def check_compiled(config: GRPOConfig, why_padded: str) -> None:
@@ -32,7 +32,10 @@ def check_compiled(config: GRPOConfig, why_padded: str) -> None:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the outermost modules of the classes in `_no_split_modules`, else members of the longest `ModuleList`."""
+    """Return the outermost modules of the classes that the model's `_no_split_modules` names.
+
+    If the model has no such modules: return the members of its longest `ModuleList`.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if found:
@@ -43,27 +46,30 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def tells_routing(model: Any) -> bool:
-    """Return whether the model's forward can return the logits of routers (of experts)."""
+    """Return whether the model's forward can return the router logits of a mixture of experts."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
         getattr(model, "_can_record_outputs", None) or {}
     )
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
-    """Compile the decoder layers at the first packed row. Parameters keep their names."""
+    """Replace the forward of each decoder layer, so that torch compiles the layer at its first packed row."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    # If torch traced attention, each row's layout would make a new graph.
+    # Attention isn't compiled. If torch traced attention, each row's layout would make a new graph.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in decoder_layers(model):
         own = layer.forward.__func__
-        # deepcopy binds the copy of a bound method to the copied layer.
+        # A bound method, because deepcopy of a layer binds the method's copy to the layer's copy.
         layer.forward = MethodType(functools.partial(_forward, own, _compiled(own, backend, mode)), layer)
 
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """Set training mode for compiled layers without dropout, because evaluation mode has other graphs. No parameter may
-    have a gradient yet: torch can't trace a gradient of a different dtype."""
+    """Turn on training mode and gradients, if the layers are compiled and have no dropout.
+
+    A check then compiles the graphs of training, not further ones. No parameter may have a gradient yet: torch can't
+    trace a gradient of a different dtype.
+    """
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):
         yield
@@ -91,7 +97,7 @@ def is_compiled(layer: torch.nn.Module) -> bool:
 def _compiled(own: Callable[..., Any], backend: str, mode: str | None) -> Callable[..., Any]:
     if backend != "inductor":
         return torch.compile(own, dynamic=True, backend=backend, mode=mode)
-    # On a GPU `mix_order_reduction` would need further graphs for rows of 4096 tokens or more.
+    # With inductor's `mix_order_reduction` a GPU would need further graphs for rows of 4096 tokens or more.
     options = torch._inductor.list_mode_options(mode or "default") | {"triton.mix_order_reduction": False}
     return torch.compile(own, dynamic=True, options=options)
 
@@ -105,7 +111,7 @@ def _forward(
         return compiled(layer, *args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # Line 1 may have only the backend's name.
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # The first line may only name the backend.
         raise NotCompiled(
             f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU torch needs "
             "a C++ compiler (g++, or the compiler in CXX), on a GPU Triton and a C compiler. Otherwise set "
@@ -114,12 +120,12 @@ def _forward(
 
 
 def largest_dropout(model: torch.nn.Module) -> float:
-    """Return the largest dropout probability of the model. `lora_dropout` doesn't count."""
+    """Return the largest dropout probability in the model. `lora_dropout` doesn't count."""
     return max((float(getattr(owner, name)) for owner, name in _dropouts(model)), default=0.0)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set dropout probabilities to 0, except `lora_dropout`."""
+    """Set all dropout probabilities of the model to 0, except `lora_dropout`."""
     for owner, name in _dropouts(model):
         setattr(owner, name, 0.0)
 

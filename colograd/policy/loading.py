@@ -1,4 +1,4 @@
-"""Load the policy and its tokenizer, check both, and choose packed or padded rows. Make outlines of models."""
+"""Load the policy and its tokenizer, check both, and choose packed or padded rows. Make models without values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    model: PreTrainedModel  # Or the PeftModel around it.
+    model: PreTrainedModel  # The transformers model, or the PeftModel around it.
     tokenizer: PreTrainedTokenizerBase
     path: str  # Folder or Hub id of the checkpoint that vLLM loads: for an adapter, of its base.
     untouched: bool  # Whether the user named the model, so that Colograd loaded its weights from `path`.
@@ -107,7 +107,7 @@ class Policy:
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
         every, inner = config.checkpointing, unwrap(self.model)
         layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
-        parts = parts_of(self.model)  # Shards, if an engine's ranks hold one policy together.
+        parts = parts_of(self.model)  # Shards of the weights, if an engine's ranks hold one policy together.
         elements = self.model.num_parameters() if parts is None else parts.elements
         named = [(name, p.shape) for name, p in self.model.named_parameters() if p.requires_grad]
         trained = sum(math.prod(shape if parts is None else parts.shards[name].shape) for name, shape in named)
@@ -145,7 +145,7 @@ def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None,
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
-    """Load the policy, its adapter and its tokenizer, and check them. On a CPU, check packed rows (`choose_rows`)."""
+    """Load the policy, its adapter and its tokenizer, and check them. On a CPU, also check packed rows."""
     untouched = isinstance(model, str | os.PathLike)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
     if not untouched:
@@ -167,7 +167,7 @@ def load_policy(
         registry.require("lora", "a PeftModel")
         (take_adapter,) = registry.hooks("adapter")
         adapter = take_adapter(loaded)
-    # A tensor-parallel engine gets merged weights, unless the policy is divided among the ranks like the engine.
+    # A tensor-parallel engine gets the adapter merged into the weights, unless the policy is divided like the engine.
     copies_into_parts = config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel
     if adapter is not None and not adapter.why_merged and copies_into_parts:
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
@@ -207,7 +207,7 @@ def load_policy(
 
 
 def proven_on(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """Choose packed or padded rows again on ``prompts`` with images."""
+    """Return ``policy`` with packed or padded rows chosen again, by a check on ``prompts`` (with images)."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
@@ -257,9 +257,9 @@ def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
 
 
 def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
-    """Load the model at ``path``. The folder ``adapter`` may record how the base model was quantised."""
+    """Load the model at ``path``. The folder ``adapter`` may say how the adapter's base was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    # Quantisation comes from `load_arguments`, the dtype from `policy_dtype`, and the attention from `choose_rows`.
+    # Set elsewhere: quantisation by `load_arguments`, the dtype by `policy_dtype`, the attention by `set_attention`.
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit", "torch_dtype", "attn_implementation"):
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
@@ -268,7 +268,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
     for feature in features():
         kwargs |= feature.load_arguments(saved, config, adapter or path)
     if not config.verbose and os.path.isdir(path):
-        hf_logging.disable_progress_bar()  # A download needs a progress bar.
+        hf_logging.disable_progress_bar()  # For a folder only: a download needs a progress bar.
     try:
         kind = AutoModelForImageTextToText if has_tower(saved) else AutoModelForCausalLM
         loaded = kind.from_pretrained(path, **kwargs)
@@ -309,11 +309,11 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
 
 def with_adapter(model: Any, peft_config: Any) -> Any:
     with torch.device("meta"), warnings.catch_warnings():
-        # peft adds rank patterns for fused experts, then warns that these patterns match no linear layer.
+        # For fused experts peft adds rank patterns, then warns that these patterns match no linear layer.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match")
         return wrap(model, peft_config, seed=0)
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return the weights of an `outline` that loading would quantise, and their bytes after quantisation."""
+    """Return {weight: bytes after quantisation} for the weights of an `outline` that loading would quantise."""
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

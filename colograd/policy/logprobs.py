@@ -22,20 +22,20 @@ from .padded import PackedSequence
 
 @dataclass(slots=True)
 class Pass:
-    """Data of one forward of a row. A `ForwardStep` may change the data before the forward, and add `values`."""
+    """Data of one forward of a row. A `ForwardStep` may change the data before the forward, and add to `values`."""
 
     model: Any  # The transformers model, never a PeftModel.
     batch: MicroBatch
     temperature: float
     entropy_gradient: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)  # Additional keyword arguments of the model's body.
-    # Name in the body's output -> tensors (T, ...), one per layer. A step adds a name with an empty list.
+    # {field of the body's output: tensors (T, ...), one per layer}. A `ForwardStep` adds a field with an empty list.
     of_layers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    candidates: Candidates | None = None  # Tokens that the softmax is over. None means all tokens.
+    candidates: Candidates | None = None  # Tokens that the softmax is over. None: the whole vocabulary.
     other: Callable[[Pass], OtherDistribution] | None = None  # Makes a teacher's distribution, for a KL divergence.
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # Additional results of the forward, by name.
 
-    def label_states(self) -> torch.Tensor:  # (N, hidden)
+    def label_states(self) -> torch.Tensor:  # Hidden states that predict the N labels, (N, hidden).
         run: Callable[[Pass], torch.Tensor] = run_body
         for step in steps_of(self.model):
             run = functools.partial(step.states, run)
@@ -51,7 +51,7 @@ class ForwardStep:
     of_rows = False  # Whether reference and teacher models need this step as well, because of data in the rows.
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        """Wrap the whole forward: return the tensors of ``inner(row)``. The model's forward hooks run outside."""
+        """Wrap the whole forward: return the tensors of ``inner(row)``. The model's hooks run around this call."""
         return inner(row)
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
@@ -63,11 +63,11 @@ class ForwardStep:
         return name
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
-        """Return additional inputs of transformers' forward for one sequence. The check of rows runs that forward."""
+        """Return additional inputs for transformers' own forward of one sequence, a part of `row_proof`."""
         return {}
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether transformers' forward would misread sampled tokens, e.g. as placeholders."""
+        """Return whether transformers' own forward would misread sampled tokens, e.g. as placeholders of images."""
         return False
 
 
@@ -88,8 +88,11 @@ def remove(model: Any, kind: type[ForwardStep]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyForward:
-    """Forward of the policy. All computation runs inside calls of the model and its head, because their hooks gather
-    sharded weights. ``model.around_forward`` makes a context for ranks that exchange tensors."""
+    """Forward of the policy. All computation runs inside calls of the model and its head.
+
+    The reason: hooks of these modules gather sharded weights. If sharding gives the model a method `around_forward`,
+    the call of the model runs in that method's context.
+    """
 
     model: torch.nn.Module  # The transformers model, or a PeftModel around it.
     temperature: float
@@ -97,7 +100,7 @@ class PolicyForward:
     steps: tuple[ForwardStep, ...] = ()  # Steps of loss terms, which wrap the steps installed on the model.
 
     def __call__(self, micro_batch: MicroBatch, last: Compute | None = None) -> tuple[Any, ...]:
-        """Return the tensors of ``last`` (by default `label_values`), and the `values` of `ForwardStep`s, a dict."""
+        """Return the tensors of ``last``, by default `label_values`. The last element is the dict `Pass.values`."""
         watchdog.progress()
         names: list[str] = []
 
@@ -126,8 +129,10 @@ def policy_logprobs(
 
 @torch.no_grad()
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """Return the step with `old_logprobs` of the present weights in every row. Dropout is off, because the sampler has
-    none and a resumed run must compute equal values."""
+    """Return ``step`` with `old_logprobs` in every row: the log-probabilities with the present weights.
+
+    Dropout is off, because the sampler has no dropout, and a resumed run must compute equal values.
+    """
     forward = PolicyForward(model, temperature)
     with evaluation_mode(model):
         rows = tuple(row.with_scores("old_logprobs", forward(collate(row))[0]) for row in step.rows)
@@ -146,7 +151,7 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
     with attention.packed_rows():
         output = body(
             input_ids=batch.input_ids,
-            # Without a mask transformers reads position values, a device-to-host sync.
+            # Without a mask transformers would read position ids on the host, which then waits for the device.
             attention_mask=torch.ones_like(batch.input_ids, dtype=torch.bool),
             position_ids=batch.position_ids,
             layout=batch.layout,
@@ -177,7 +182,7 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Hooks of the module still run."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate sets one.
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may set it.
     module.forward = compute
     try:
         yield
@@ -197,5 +202,5 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def products_in_float32(model: Any) -> None:
-    """Compute logits of the model, and of later copies, by a float32 product (`cast_lm_head_to_fp32`)."""
+    """Mark the model's head for `cast_lm_head_to_fp32`: products of 16-bit weights give float32 logits."""
     setattr(unwrap(model).get_output_embeddings(), FLOAT32_PRODUCTS, True)

@@ -18,7 +18,7 @@ PackedWeight: TypeAlias = Any  # A packed (e.g. quantised) weight (out, in), as 
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return a layer's packed weight. Extensions offer a function (module) -> `PackedWeight` | None."""
+    """Return a layer's packed weight, or None. Extensions list functions for this under "packed_weight" in `HOOKS`."""
     found = (find(module) for find in registry.hooks("packed_weight"))
     return next((packed for packed in found if packed is not None), None)
 
@@ -38,23 +38,24 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row to a trained
-    length (arXiv 2402.09353, eq. 5). For E experts, A has E times the rows and B has E times the columns."""
+    """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row of
+    the sum to a trained length (arXiv 2402.09353, eq. 5). For E experts, A has E times the rows and B E times the
+    columns."""
 
     name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
-    parameter: str  # Name of the parameter, e.g. model.layers.0.self_attn.q_proj.weight. For experts equal to `name`.
+    parameter: str  # Name of the layer's weight, e.g. model.layers.0.self_attn.q_proj.weight. For experts: `name`.
     module: Any  # peft's layer around the base model's layer.
     lora_a: torch.Tensor  # Matrix A, (rank, in), or (rank, vocabulary) for an embedding.
     lora_b: torch.Tensor  # Matrix B, (out, rank).
     scaling: float  # Factor alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
-    magnitude: torch.Tensor | None  # Row lengths of DoRA, (out,).
+    magnitude: torch.Tensor | None  # Row lengths of DoRA, (out,). None: no DoRA.
     is_embedding: bool
     experts: int = 0  # Number of experts E, or 0.
 
     @classmethod
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
         parameter = f"{name}.weight"
-        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests its layers for fused experts.
+        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests layers around experts.
             name = parameter = ".".join([*(part for part in name.split(".") if part != "base_layer"), own])
         scaling, magnitudes = float(module.scaling[adapter]), getattr(module, "lora_magnitude_vector", None) or {}
         magnitude = magnitudes[adapter].weight if adapter in magnitudes else None
@@ -70,8 +71,8 @@ class AdaptedLayer:
         """Return the base weight with the adapter's change, a new float32 tensor."""
         if self.experts:
             base = self.module.get_param()
-            a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # [experts, rank, in]
-            b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # [experts, out, rank]
+            a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # A: (experts, rank, in).
+            b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # B: (experts, out, rank)
             delta = torch.bmm(b, a).mul_(self.scaling).view(-1, len(self.lora_b), self.lora_a.shape[1])
             if getattr(self.module.get_base_layer(), "is_transposed", False):
                 delta = delta.transpose(1, 2)
@@ -113,7 +114,7 @@ def adapted_layers(model: Any) -> list[AdaptedLayer]:
 
 
 def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in the model without adapters, parameter) for peft's copies of whole modules."""
+    """Yield (name in the model without adapters, parameter) for peft's copies of whole modules (modules_to_save)."""
     (adapter,) = model.active_adapters
     for name, parameter in model.named_parameters():
         head, found, tail = name.partition(f".modules_to_save.{adapter}.")
@@ -129,7 +130,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def adapter_folder(path: str) -> dict[str, Any] | None:
-    """Return the content of ``adapter_config.json`` in a folder that holds an adapter but no model."""
+    """Return the content of ``adapter_config.json`` in a folder that holds an adapter but no model, else None."""
     file = Path(path, "adapter_config.json")
     if not file.is_file() or Path(path, "config.json").is_file():
         return None

@@ -2,8 +2,9 @@
 
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
-A fused backward with ``whole`` and ``out`` in place of l_i and its output o_i computes the gradients of the merged
-attention (arXiv 2307.08691, algorithm 2; as in ring attention, arXiv 2310.01889). A sink adds one term to ``whole``.
+A call's fused backward gets ``whole`` and ``out`` in place of l_i and of the call's output o_i. Then it computes the
+call's share of the gradients (arXiv 2307.08691, algorithm 2; as in ring attention, arXiv 2310.01889). A sink adds one
+term to ``whole``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens. None means
 class Call:
     queries: Places
     keys: Places
-    causal: bool  # A sequence's last query has the position of its last key.
-    window: int | None = None  # Maximum number of keys that a query attends to.
-    # For flash attention: starts (N + 1,) of the sequences' queries and keys, the most queries and keys of a sequence.
+    causal: bool  # Whether attention is causal. A sequence's last query is then at its last key.
+    window: int | None = None  # Maximum number of keys that a query attends to. None: no limit.
+    # For flash attention of N sequences: starts (N + 1,) of queries and keys, most queries and keys of a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
     lengths: tuple[int, ...] = ()  # For CPU kernels: tokens of each sequence. Empty means one sequence.
     mask: torch.Tensor | None = None  # For CPU kernels: tensor to add to the scores of a single sequence.
@@ -64,7 +65,7 @@ class MergedAttention(torch.autograd.Function):
             added = _gradients(call, _taken(call, query, key, value), rows, ctx.scale)
             places = call.queries, call.keys, call.keys
             for index, (like, at, found) in enumerate(zip((query, key, value), places, added, strict=True)):
-                if at is None:  # The first call has all tokens of the row.
+                if at is None:  # All tokens. Only the first call has this.
                     totals[index] = found
                     continue
                 total = totals[index]
@@ -142,7 +143,7 @@ def slow(query: torch.Tensor) -> bool:
 
 
 def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield tensors (1, heads, tokens, ...) of each sequence from tensors (tokens, heads, ...) of all."""
+    """Yield the tensors (1, heads, tokens, ...) of each sequence, cut from ``tensors`` (all tokens, heads, ...)."""
     whole = [x.transpose(0, 1)[None] for x in tensors]
     return zip(*(x.split(call.lengths or x.shape[2], dim=2) for x in whole), strict=True)
 
@@ -154,18 +155,20 @@ def _joined(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ..
 
 def _window(call: Call) -> tuple[bool, dict[str, int]]:
     left = -1 if call.window is None else call.window - 1
-    sizes = {"window_size_left": left, "window_size_right": 0 if call.causal else -1}  # -1: no limit.
+    sizes = {"window_size_left": left, "window_size_right": 0 if call.causal else -1}  # -1 means no limit.
     return call.causal and call.window is None, sizes  # With a window, `window_size_right` 0 hides later keys.
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's flash attention. `torch.nn.attention.varlen` may call cuDNN since torch 2.14, which may not take a
-    merged output."""
+    """Return the forward and backward of torch's flash attention.
+
+    Since torch 2.14 `torch.nn.attention.varlen` may call cuDNN. cuDNN's backward may not take a merged output.
+    """
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
-    """Return a list of calls per depth d. At depth d each segment attends to the d-th of its earlier segments."""
+    """Return a list of calls per depth d. At depth d, segments attend to the d-th segment in their `attends_to`."""
     calls = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]
@@ -188,8 +191,8 @@ def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
 
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
-    """Return the calls for flash attention, which takes many sequences at once. With a ``window`` each segment has a
-    copy of earlier keys, because their number in the window depends on the query."""
+    """Return the calls for flash attention, which takes many sequences at once. With a ``window`` each segment gets
+    its own copy of earlier keys, because the number of earlier keys in the window depends on the query."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

@@ -1,6 +1,7 @@
-"""Pack groups into rows of at most a token budget, and convert rows to `MicroBatch`es. Only this file shifts labels.
+"""Pack groups of completions into rows within a token budget, and convert rows to `MicroBatch`es.
 
-A part of a row is laid out as [prompt][completion 1] ... [completion n].
+A row is a sequence of parts. A part has completions of one group behind their prompt:
+[prompt][completion 1] ... [completion n].
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from ..parallel.ranks import gather, on_all_ranks
 from .padded import media_of
 from .sending import to_device_async
 
-NOBODY = -1  # Prompt position of dummy completions.
+NOBODY = -1  # `RolloutId.position` of completions in a `dummy` row.
 
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
     max_tokens: int
     mask_truncated: bool  # Whether truncated completions are left out of the loss.
-    skip_without_signal: bool  # Whether groups with only zero advantages are left out.
+    skip_without_signal: bool  # Whether groups with only zero advantages aren't trained.
     share_prompts: bool  # Whether a group's completions share one copy of the prompt. False: rows are padded.
-    balance_ranks: bool  # Whether groups move between ranks to balance the ranks' cost.
+    balance_ranks: bool  # Whether groups move between ranks, so that ranks have similar costs.
     equal_counts: bool  # Whether all ranks need equal numbers of micro-batches.
-    pair_cost: float  # Cost of one query-key pair of attention, as a number of tokens.
+    pair_cost: float  # Cost of one query-key pair of attention, relative to the cost of a token.
     device: torch.device
     ranks_per_engine: int = 1  # Number of ranks that divide an engine's groups among themselves.
     ranks_per_row: int = 1  # Number of ranks that train every row together.
@@ -57,17 +58,17 @@ def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
 
 
 def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[PackedRow, ...]:
-    """Pack one optimizer step's groups into rows on this rank. A collective."""
+    """Pack this rank's groups of one optimizer step into rows. All ranks must call this (a collective)."""
     with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    if rules.equal_counts:  # With a token per rank that shares the row, no rank's share is empty.
+    if rules.equal_counts:  # A filler row has a token for each rank that shares the row.
         filler = dummy(rules.device, ((1, (max(1, rules.ranks_per_row - 1),)),))
         rows += (filler,) * (max(gather(len(rows))) - len(rows))
     return rows
 
 
 def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> PackedRow:
-    """Make a row of tokens 0, none in the loss. ``groups``: prompt length and completion lengths of each."""
+    """Make a row of token ids 0, left out of the loss. ``groups``: (prompt length, completion lengths) of each."""
     parts = []
     for prompt, completions in groups:
         dummy_prompt = ModelInput((0,) * prompt)
@@ -85,7 +86,7 @@ def is_dummy(row: PackedRow) -> bool:
 
 
 def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
-    """Return the identity of every completion in a row, and its range in the row's [N] tensors."""
+    """Return the identity of every completion in a row, and the completion's range among the row's N labels."""
     lengths = [len(rollout.completion_ids) for part in row.parts for rollout in part.rollouts]
     ends = itertools.accumulate(lengths)
     return [(identity, slice(end - n, end)) for identity, n, end in zip(row.rollouts, lengths, ends, strict=True)]
@@ -100,8 +101,11 @@ def pack(
 def plan_rows(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[PackedRow, ...]:
-    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. A longer sequence has a row of its
-    own. Without ``share_prompts`` a row is budgeted at its padded size."""
+    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing.
+
+    A completion that is longer with its prompt gets a row of its own. Without ``share_prompts`` rows are padded, and
+    the budget includes padding.
+    """
     parts: list[PackedGroup] = []
     for scored in groups:
         rollouts, advantages = scored.group.rollouts, advantages_of(scored)
@@ -133,7 +137,7 @@ def plan_rows(
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
-    """Return a group's advantages per completion, of shape () for one advantage, [C] for one per token."""
+    """Return each completion's advantages: () for a single advantage, (C,) for one advantage per token."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
         return tuple(group.advantages)
@@ -141,7 +145,7 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 
 
 def collate(row: PackedRow) -> MicroBatch:
-    """Make the `MicroBatch` of a row. Each token of a completion is predicted at the token before it."""
+    """Make the `MicroBatch` of a row. A completion's first token is predicted at the prompt's last token."""
     segments, position_ids, logit_positions, labels = (list[torch.Tensor]() for _ in range(4))
     attends_to: list[tuple[int, ...]] = []
     at = 0

@@ -1,6 +1,6 @@
 """Run a model on a packed row as right-padded rows, one per sequence (a completion behind a copy of its prompt).
 
-Models that mix tokens outside transformers' attention interface need padded rows, e.g. models with custom code.
+Padded rows are for models that can't take packed rows, e.g. because they don't use transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class PaddedRows:
                  0 1 2 5 6 7 8              7
     """
 
-    tokens: torch.Tensor  # Index in the packed row of each padded token, (B, L) int64. Padding has 0.
-    lengths: torch.Tensor  # (B,) int64
-    places: torch.Tensor  # Index in the flattened padded rows (B * L) of each packed token's first copy, (T,) int64.
-    chains: tuple[tuple[int, ...], ...] = ()  # Indices of each sequence's segments, [B].
+    tokens: torch.Tensor  # (B, L) int64: each token's index in the packed row. Padding has 0.
+    lengths: torch.Tensor  # (B,) int64: number of tokens of each padded row, without padding.
+    places: torch.Tensor  # (T,) int64: index of each packed token's first copy in the flattened rows (B * L).
+    chains: tuple[tuple[int, ...], ...] = ()  # For each of the B rows: indices of its segments.
 
     @property
     def mask(self) -> torch.Tensor:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
     def of_tokens(self, values: torch.Tensor, padding: float = 0) -> torch.Tensor:
-        """Convert values (T, ...) of a packed row's tokens to (B, L, ...), filled with ``padding``."""
+        """Convert values (T, ...) of a packed row's tokens to padded rows (B, L, ...), filled with ``padding``."""
         mask = self.mask.view(*self.tokens.shape, *[1] * (values.dim() - 1))
         return values[self.tokens].masked_fill(~mask, padding)
 
@@ -67,8 +67,10 @@ def rows_of(layout: SegmentLayout, device: torch.device | None = None) -> Padded
 def hidden_states(
     body: torch.nn.Module, batch: MicroBatch, more: dict[str, Any], of_layers: dict[str, list[torch.Tensor]]
 ) -> torch.Tensor:
-    """Compute the last hidden states of ``body`` on padded rows, in the packed row's order, (1, T, hidden). Append a
-    tensor (T, ...) per layer to each list of ``of_layers``."""
+    """Run ``body`` on padded rows. Return the last hidden states in the packed row's order, (1, T, hidden).
+
+    Each key of ``of_layers`` names a field of the body's output. Its list gets the field's tensors (T, ...) per layer.
+    """
     rows = rows_of(batch.layout, batch.input_ids.device)
     inputs: dict[str, Any] = {
         "input_ids": rows.of_tokens(batch.input_ids[0]),
@@ -86,7 +88,7 @@ def hidden_states(
 
 
 def media_of(row: PackedRow) -> dict[int, tuple[Media, ...]] | None:
-    """Return the images of a row's prompts and completions, by the index of their segment."""
+    """Return {segment index: images of this prompt or completion}. None: the row has no images."""
     of_segments: list[tuple[Media, ...]] = []
     for part in row.parts:
         of_prompt = part.rollouts[0].input.media
@@ -99,15 +101,15 @@ class PackedSequence(NamedTuple):
     """One completion of a packed row, with its prompt."""
 
     rollout: RolloutId
-    prompt_ids: torch.Tensor  # [P]
-    completion_ids: torch.Tensor  # [C]
-    place: slice  # Range of the completion in the row's [N] tensors.
+    prompt_ids: torch.Tensor  # Token ids of the prompt, (P,).
+    completion_ids: torch.Tensor  # Token ids of the completion, (C,).
+    place: slice  # The completion's range among the row's N labels.
     images: tuple[Any, ...] = ()  # Images of the prompt. Their token positions count from the prompt's start.
     answers: tuple[Any, ...] = ()  # Images in tools' answers. Their token positions count from the completion's start.
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """Return the completions of a row. A completion of several segments isn't supported."""
+    """Return a row's completions with their prompts. Each completion must be a single segment."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
     ids, media = iter(row.rollouts), row.media or {}
     for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):

@@ -1,7 +1,7 @@
 """Check on a few tokens whether a model computes right log-probabilities on packed rows, or only on padded rows.
 
-An architecture may mix tokens outside transformers' attention interface, ignore options of the interface, or change
-its logits. So the check compares with the logits that transformers computes for each sequence.
+An architecture may mix tokens outside transformers' attention interface, ignore the interface's options, or transform
+its logits in a way of its own. So the check compares with logits from transformers' own forward of each sequence.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from .packing import pack
 from .padded import PackedSequence, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Largest allowed mean difference in nats. Rounding errors are far smaller, effects of a wrong context far larger.
+# Largest allowed mean difference of log-probabilities, in nats. Rounding causes far less, a wrong context far more.
 TOLERANCE, TOLERANCE_16_BIT = {torch.float32: 1e-3}, 0.1
 
 
 class RowSupport(NamedTuple):
-    """An extension's support of packed rows for layers that mix tokens without attention (seam "rows")."""
+    """An extension's support of packed rows for layers without attention, listed under "rows" in its `HOOKS`."""
 
-    layer_types: Callable[[Any], frozenset[str]]  # Maps a model to the supported types of layers.
-    prepare: Callable[[Any], None]  # Changes a model's layers so that they take packed rows.
+    layer_types: Callable[[Any], frozenset[str]]  # Returns a model's layer types that are supported.
+    prepare: Callable[[Any], None]  # Changes the layers so that they take packed rows.
 
 
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
-    """Choose packed or padded rows by a check on made-up tokens and on the prompts ``asked``, with the kernels of
-    ``device``. Return the reason why rows must be padded, or "". A reason ``why`` leaves only padded rows."""
+    """Set the model to packed rows, or to padded rows if log-probabilities on packed rows are wrong.
+
+    Return the reason why rows must be padded, or "". The check runs on ``device``, on made-up tokens and on the prompts
+    ``asked``. If a reason is passed as ``why``, only padded rows are checked.
+    """
     device, model = device or model.device, unwrap(model)
     own, why = _own_attention(model), expect_rows(model, why)
     with evaluation_mode(model):
@@ -58,7 +61,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
 
 def _fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], packed: bool) -> str:
     name, limit = type(model).__name__, allowed(attention.autocast_dtype(device) or model.dtype)
-    # A CPU has two ways to compute attention. The extreme values check each way.
+    # A CPU has two methods for packed attention, chosen by the prompts' length. Each threshold forces one method.
     thresholds = (sys.maxsize, 0) if packed and device.type == "cpu" else (attention.IN_PLACE_FROM,)
     try:
         rows = pack(_samples(model, asked), 1000, False, device, share_prompts=packed)
@@ -70,7 +73,7 @@ def _fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInpu
     except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
         fault = str(refusal).splitlines()[0]
         return f"{name}: {fault}" if packed else fault
-    if not error <= limit:  # True for a NaN.
+    if not error <= limit:  # A NaN is a failure, too.
         if packed:
             return f"{name}'s packed log-probabilities differ by {error:.2g} nats from the model's on {device}"
         return f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
@@ -92,7 +95,7 @@ def obstacle(model: Any) -> str:
 
 
 def expect_rows(model: Any, why: str = "") -> str:
-    """Choose packed or padded rows without a check. Return the reason to pad rows, or ""."""
+    """Set the model to packed or padded rows without a forward. Return the reason why rows must be padded, or ""."""
     model = unwrap(model)
     install_steps(model)
     if why := why or obstacle(model):
@@ -111,7 +114,7 @@ def install_steps(model: Any) -> None:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the attention implementation. A `ForwardStep` may choose others for submodels such as a vision tower."""
+    """Set the attention implementation. A `ForwardStep` may keep another one for a submodel, e.g. a vision tower."""
     answers = (step.attention(model, name) for step in steps_of(model))
     model.set_attn_implementation(next((answer for answer in answers if answer != name), name))
 
@@ -119,13 +122,15 @@ def set_attention(model: Any, name: str) -> None:
 def choose_rows_where_it_trains(
     model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
-    """Run `choose_rows` on all ranks. If one rank must pad rows, all ranks pad. ``others`` get the attention
-    implementation of ``model``. A collective."""
+    """Run `choose_rows` on all ranks (a collective). If one rank must pad rows, all ranks pad.
+
+    The models ``others`` get the attention implementation of ``model``.
+    """
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
     if why:
-        with on_all_ranks("the proof of the rows"):  # Ranks that pad already take part, too.
+        with on_all_ranks("the proof of the rows"):  # A collective: ranks that pad already enter it, too.
             if not found:
                 choose_rows(model, device, why, asked)
     for other in others:
@@ -134,10 +139,10 @@ def choose_rows_where_it_trains(
 
 
 def _own_attention(model: Any) -> str:
-    """Return the attention implementation that the model uses for rows of one sequence."""
+    """Return the name of the attention implementation for sequences outside packed rows."""
     config, current = model.config.get_text_config(), model.config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None):
-        return "eager"  # transformers' `sdpa` ignores the soft cap.
+        return "eager"  # transformers' `sdpa` ignores soft caps of scores.
     usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     return usual if current in (None, attention.NAME) else str(current)
 
@@ -152,7 +157,7 @@ def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
     groups: list[ScoredGroup] = []
     for prompt in (ModelInput(tuple(tokens(5))), ModelInput(tuple(tokens(3))), *given):
         rollouts = [_written(prompt, tokens(4)), _written(prompt, tokens(3))]
-        if prompt.media is not None:  # Like a tool's answer with images.
+        if prompt.media is not None:  # This completion stands for a tool's answer with images.
             rollouts.append(_written(prompt, array("i", prompt.ids), (prompt.media,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))
@@ -165,7 +170,7 @@ def _written(asked: ModelInput, ids: array[int], riders: tuple[Media, ...] = ())
 
 
 def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:
-    """Compute a completion's log-probabilities [C] from transformers' logits, without padding."""
+    """Compute a completion's log-probabilities (C,) by transformers' own forward of this sequence, without padding."""
     ids = torch.cat([part.prompt_ids, part.completion_ids])[None]
     more = {name: value.to(ids.device) for step in steps_of(model) for name, value in step.own_inputs(part).items()}
     logits = model(input_ids=ids, **more).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
@@ -176,9 +181,11 @@ def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch
 def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None, thresholds: Sequence[int] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return absolute differences in nats, float32 [N], of the trainer's log-probabilities: to the sampler's, and to
-    transformers' with the attention ``own``. The trainer computes anew for each of ``thresholds``
-    (`attention.keys_in_place_from`)."""
+    """Return absolute differences of the trainer's log-probabilities, in nats: to the sampler's, and to transformers'.
+
+    transformers' forward uses the attention implementation ``own``. The trainer computes once for each of
+    ``thresholds``, values for `attention.keys_in_place_from`.
+    """
     trained, to_sampler, to_own = [], [], []
     with evaluation_mode(model):
         with as_it_trains(model):
@@ -201,8 +208,10 @@ def allowed(dtype: torch.dtype) -> float:
 
 
 def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> torch.Tensor:
-    """Compute the log-probabilities [C] float32 of tokens after a prompt. The row is padded, because packed rows may
-    not have been checked yet."""
+    """Compute the log-probabilities (C,) of the tokens ``ids`` after the prompt ``asked``.
+
+    The row is padded, because packed rows may not have been checked yet.
+    """
     rollout = _written(asked, array("i", ids))
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
     (row,) = pack([group], 1, False, model.device, share_prompts=False)
@@ -212,7 +221,7 @@ def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> to
 
 @torch.no_grad()
 def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
-    """Compute the log-probabilities (N,) of made-up tokens from transformers' logits."""
+    """Compute the log-probabilities (N,) of made-up tokens by transformers' own forward."""
     with _with_attention(model):
         parts = [part for row in pack(_samples(model), 1000, False, device) for part in sequences(row)]
         return torch.cat([_own_logprobs(model, part, 1.0) for part in parts])

@@ -26,7 +26,7 @@ from .packing import collate
 
 
 class SecondModel(ABC):
-    """A reference or teacher model. It may be the policy's module with other weights."""
+    """A reference or teacher model. Its module may be the policy's, with other weights while the model computes."""
 
     model: Any
     of_policy = True  # Whether the model has the policy's architecture. If not, a check chooses packed or padded rows.
@@ -43,10 +43,10 @@ class SecondModel(ABC):
         return None
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:  # noqa: B027
-        """Write the model into a checkpoint, unless the next start makes an equal one."""
+        """Write the model into the folder ``checkpoint``, unless a resumed run makes an equal model by itself."""
 
     def load(self, checkpoint: str | Path) -> None:  # noqa: B027
-        """Read the file that `save` has written into a checkpoint, if the file exists."""
+        """Read the file that `save` wrote into the folder ``checkpoint``, if the file exists."""
 
 
 class FrozenModel(SecondModel):
@@ -58,7 +58,7 @@ class FrozenModel(SecondModel):
 
     @contextmanager
     def present(self) -> Iterator[torch.nn.Module]:
-        # One CUDA stream runs the copies and then the kernels.
+        # No wait is needed: one CUDA stream runs these copies before the model's kernels.
         moved = (
             (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
             for parameter in self.model.parameters()
@@ -86,12 +86,12 @@ def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -
 
 
 def offloads(config: GRPOConfig, setting: bool) -> bool:
-    """Return whether weights wait in host memory. In a run on the CPU they would be in memory twice."""
+    """Return whether a second model's weights stay in host memory between uses. On the CPU they have no other place."""
     return setting and not config.on_cpu
 
 
 def prepared(row: PackedRow) -> MicroBatch:
-    """Return a row's `MicroBatch` without riders of the policy alone, such as the experts that vLLM's router chose."""
+    """Return a row's `MicroBatch` without data for the policy alone, such as the experts that vLLM's router chose."""
     batch = collate(row)
     return dataclasses.replace(batch, riders=tuple(rider for rider in batch.riders if not rider.OF_POLICY))
 
@@ -101,18 +101,18 @@ def own_logprobs(second: SecondModel, model: Any, row: PackedRow, temperature: f
 
 
 class Kind(NamedTuple):
-    field: str  # Name of the row's values that the model computes, e.g. "ref_logprobs".
-    name: str  # Name of this kind in the memory plan, e.g. "reference".
-    make: Callable[[GRPOConfig, Policy], SecondModel]  # Constructor, called when the policy is on its device.
-    nbytes: Callable[[GRPOConfig, Policy], int]  # Number of bytes of the model on the policy's device, before sharding.
-    # Computes a row's values from: second model, module of `present()`, row, temperature, name among several models.
+    field: str  # Name of the values that the model computes for a row, e.g. "ref_logprobs".
+    name: str  # Name in the memory plan, e.g. "reference".
+    make: Callable[[GRPOConfig, Policy], SecondModel]  # Makes the model, when the policy is on its device.
+    nbytes: Callable[[GRPOConfig, Policy], int]  # Bytes of the model on the policy's device, before sharding.
+    # Computes a row's values. Arguments: second model, module from `present()`, row, temperature, key in `configs`.
     read: Callable[[SecondModel, Any, PackedRow, float, str], torch.Tensor] = own_logprobs
-    # Returns {name: configuration} of the models. A single model has the name "".
+    # Returns {name: configuration} for each model of this kind. A single model has the name "".
     configs: Callable[[GRPOConfig], Mapping[str, GRPOConfig]] = lambda config: {"": config}
 
 
 OF = " of "
-SecondModels = dict[str, SecondModel]  # By field, and name if there are several: "teacher_top of math".
+SecondModels = dict[str, SecondModel]  # Keys: "ref_logprobs" (a `Kind.field`), "teacher_top of math" (with a name).
 
 
 def kinds() -> dict[str, Kind]:
@@ -138,7 +138,7 @@ def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kin
 
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
-    """Return the bytes of second models on the device before sharding, by `Kind.name`."""
+    """Return {`Kind.name`: bytes of its models on the policy's device, before sharding}."""
     nbytes = Counter[str]()
     for _, kind, each in _of_run(needs, config):
         nbytes[kind.name] += kind.nbytes(each, policy)
@@ -161,8 +161,10 @@ def with_second_logprobs(
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[StepBatch]:  # fmt: skip
-    """Return the steps with the values of all second models in their rows. A collective. Trained rows have the values
-    already."""
+    """Return ``steps`` with the values of all second models in their rows. All ranks must call this (a collective).
+
+    Only rows that aren't trained yet are computed: trained rows have the values already.
+    """
     untrained = tuple(row for step in steps for row in step.rows[step.trained :])
     for key, second in models.items():
         with on_all_ranks("the second models' log-probabilities"), phase(key.partition(OF)[0]), autocast():

@@ -8,14 +8,17 @@ from ..parallel.shards import RankGroup
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor`` on ``device``. A copy of unpinned memory would wait for the device's earlier work."""
+    """Return ``tensor`` on ``device``. On CUDA a copy from unpinned memory would wait for the device's earlier work."""
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return ``tensor``. The backward sums its gradient over ranks, because each rank computes with its shard."""
+    """Return ``tensor`` unchanged. The backward sums the tensor's gradient over the ranks of ``group``.
+
+    A rank alone has only a part of the gradient, because the rank computes with its shard of the weights.
+    """
     entered = tensor.view_as(tensor)
     if entered.requires_grad:
         entered.register_hook(lambda gradient: group.sum_(gradient.clone(memory_format=torch.contiguous_format)))
@@ -23,7 +26,7 @@ def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 def leave(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return the sum of the tensors of all ranks. The backward passes the gradient on unchanged."""
+    """Return the sum of ``tensor`` over the ranks of ``group``. The backward passes the sum's gradient on unchanged."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.sum_(total.detach())
     return total

@@ -25,7 +25,7 @@ BASE_QUANTIZATION = "base_quantization.json"  # File in an adapter's folder with
 class Wanted:
     """Description of the model that a run will train, for `ModelFeature.check`. A named model isn't loaded yet."""
 
-    model_config: Any  # Configuration of the model, or of an adapter's base. None: there is none to read.
+    model_config: Any  # Configuration of the model, or of an adapter's base. None: it can't be read.
     config: GRPOConfig
     name: str | None  # Name or folder of the model or adapter. None: the user passed a model object.
     has_adapter: bool
@@ -51,8 +51,11 @@ def check_installed(wanted: Wanted) -> None:
 
 
 class ModelFeature:
-    """Base class of an extension's checks and changes while a model is loaded. ``model`` has no adapter around it. An
-    extension lists a derived class under "model_feature" in its `HOOKS`."""
+    """Base class of an extension's checks of models, and of changes to a model while the model is loaded.
+
+    An argument ``model`` is the transformers model, never a PeftModel around it. An extension lists a derived class
+    under "model_feature" in its `HOOKS`.
+    """
 
     def check(self, wanted: Wanted) -> None:
         """Raise a ValueError if the model can't be trained with the run's settings."""
@@ -72,10 +75,10 @@ class ModelFeature:
         """Change the model right after its weights have been read from a checkpoint."""
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
-        """Change the model of the checkpoint at ``path`` before an adapter is added to the model."""
+        """Change the loaded model of the checkpoint at ``path``, before this run adds a new adapter."""
 
     def processor(self, model: Any, path: str, given: Any, config: GRPOConfig) -> Any:
-        """Return the processor of a model that reads images in this run. ``given`` is the user's `processing_class`."""
+        """Return the processor of a model that reads images in this run, else None. ``given``: `processing_class`."""
         return None
 
     def why_rows_stay_whole(self, model: Any) -> str:
@@ -121,7 +124,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
 
 
 def check_planned(model_config: Any, ranks: int) -> None:
-    """Check in place of `check_supported`, for memory plans."""
+    """Raise a ValueError if vLLM can't run the model with ``ranks`` tensor-parallel ranks. For memory plans."""
     for feature in features():
         feature.check_split(model_config, ranks)
 

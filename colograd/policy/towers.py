@@ -33,7 +33,7 @@ def set_text_alone(model: Any, has_images: bool) -> None:
 
 
 def read_parameters(model: Any) -> set[int] | None:
-    """Return ``id(parameter)`` of all parameters that a forward of the run uses. None means all parameters."""
+    """Return ``id(parameter)`` of all parameters that forwards of the run may use. None means all parameters."""
     if reads_text_alone(model):
         head = model.get_output_embeddings()
         return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
@@ -54,7 +54,10 @@ def freeze_unread(model: Any) -> None:
 
 
 def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
-    """Detach the inputs of frozen layers, which activation checkpointing may have made require gradients."""
+    """Detach the inputs of the first of the frozen ``layers``, so that no backward runs through the layers.
+
+    Activation checkpointing may have made these inputs require gradients.
+    """
 
     def detach(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
@@ -70,7 +73,7 @@ def in_tower(name: str) -> bool:
 
 
 def sees(name: str) -> bool:
-    """Return whether a parameter belongs to a vision tower or to its projector."""
+    """Return whether a parameter or module belongs to a vision tower or to its projector."""
     return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
 
 

@@ -1,7 +1,8 @@
 """Layers with a recurrent state (Gated DeltaNet, Mamba-2, short convolutions) on packed rows.
 
 transformers' own layers take their starting state from a cache object. Prompts run one by one. Completions run in
-right-padded batches from their prompts' states, which are never changed in place, so gradients flow into the prompt.
+right-padded batches, and start from their prompts' states. No state is changed in place, so that gradients flow into
+the prompt.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ...policy.sending import to_device_async
 from ...policy.supported import ModelFeature
 from ...runtime import registry
 
-# Names of a recurrent layer's cache argument in transformers: `cache` since 5.24.
+# Possible names of a recurrent layer's cache argument in transformers. Since 5.24: `cache`.
 CACHES = ("cache", "cache_params", "past_key_values")
 WITH_A_STATE = frozenset({"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
-SHORTEST = 0.75  # Minimum length of a batch's sequences relative to the longest, which bounds padding.
+SHORTEST = 0.75  # Minimum length of a batch's sequences, relative to the longest one. Bounds padding.
 
 
 class Hybrids(ModelFeature):
@@ -42,13 +43,13 @@ def make_segmented(model: torch.nn.Module) -> None:
             for mixer in mixers:
                 kind: Any = type(mixer)
                 mixer.layout = mixer.row_part = None
-                # deepcopy binds the copy of a bound method to the copied layer.
+                # A bound method, because deepcopy of a layer binds the method's copy to the layer's copy.
                 mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
             layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
 
 
 def keep_uncompiled(model: torch.nn.Module) -> None:
-    """Exclude recurrent layers from compilation, which would make a long graph per row layout."""
+    """Keep recurrent layers out of compilation: compiled, they would need a long graph for each row layout."""
     for mixer in mixers_of(model):
         mixer.forward = MethodType(torch.compiler.disable(mixer.forward.__func__), mixer)
 
@@ -74,7 +75,7 @@ def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) 
 
 
 def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    # Since transformers 5.23 gradient checkpointing recomputes a layer with its kwargs, but without hook `_hand_out`.
+    # First from kwargs: since transformers 5.23 gradient checkpointing recomputes a layer without hook `_hand_out`.
     layout, row_part = kwargs.pop("layout", mixer.layout), kwargs.pop("row_part", mixer.row_part)
     if layout is None:
         return own(mixer, hidden_states, *args, **kwargs)
@@ -95,11 +96,11 @@ def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *
 class _States:
     """Convolution and recurrent states of one layer for B sequences, with the interface of transformers' caches."""
 
-    record_past = True  # With False a layer would change the convolution's inputs in place.
+    record_past = True  # If False, a layer would change the convolution's inputs in place.
 
     def __init__(self, parents: list[_States]) -> None:
         self.continues = bool(parents)
-        self.conv_states: dict[int, torch.Tensor] = {}  # Last K inputs, (B, channels, K).
+        self.conv_states: dict[int, torch.Tensor] = {}  # Convolutions' last K inputs, (B, channels, K).
         self.recurrent_states: dict[int, torch.Tensor] = {}
         for name in ("conv_states", "recurrent_states") if parents else ():
             kept = [getattr(parent, name) for parent in parents]
@@ -127,7 +128,7 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Return all inputs (B, channels, tokens) so far, with zeros in front if they are fewer than K."""
+        """Return the stored inputs and then the new ``inputs``, (B, channels, tokens). Zeros in front fill up to K."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
             inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)
@@ -141,24 +142,25 @@ class _States:
 
 
 class _Batch(NamedTuple):
-    """B sequences that go through a recurrent layer together, padded to L tokens. A parent is alone, because padding
-    would change the state at its end."""
+    """B sequences that go through a recurrent layer together, padded to L tokens. A parent (a
+    segment that later sequences continue) is alone, because padding would change the parent's last state."""
 
     segments: tuple[int, ...]  # Last segment of each sequence.
-    parents: tuple[int, ...]  # Parent segment of each sequence, or empty.
+    parents: tuple[int, ...]  # Segment that each sequence continues. Empty: the sequences start anew.
     is_parent: bool  # Whether later sequences continue from the state at this batch's end.
     tokens: torch.Tensor  # Index in the packed row of each token of the batch, (B * L,). Padding has index 0.
 
 
 @functools.lru_cache(maxsize=16)
 def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], torch.Tensor]:
-    """Return the batches for a packed row, and each token's index in the batches' concatenated outputs."""
-    # Sequence: its segments (only the last one's outputs are used), the segment before them or -1, number of tokens.
+    """Return the batches for a packed row, and the index (T,) of each token in the batches' joined outputs."""
+    # A sequence: its segments (outputs of the last one are used), its parent segment or -1, its number of tokens.
     lengths, sequences = layout.lengths, list[tuple[tuple[int, ...], int, int]]()
     for segment, seen in enumerate(layout.attends_to):
         for at, earlier in enumerate(seen):
             assert layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
-        # Kernels that continue a state by one token have no gradient. So later sequences compute such a token again.
+        # Kernels that continue a state by one token have no gradient. So a segment of one token behind another one is
+        # no parent: later sequences compute the token again.
         kept = len(seen)
         while kept > 1 and lengths[seen[kept - 1]] == 1:
             kept -= 1
@@ -178,7 +180,7 @@ def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], to
     places = torch.empty(layout.num_tokens, dtype=torch.int64)
     for group in groups:
         begun = tuple(parent for _, parent, _ in group if parent >= 0)
-        # A batch with parents has two tokens or more, because for one token layers change the state itself.
+        # A batch with parents is padded to two tokens: for a single token, layers would change the state in place.
         padded, tokens = max([2 if begun else 1, *(length for _, _, length in group)]), []
         for segments, _, length in group:
             of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in segments]

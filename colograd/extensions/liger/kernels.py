@@ -1,5 +1,5 @@
-"""Liger's Triton kernels in the policy. liger-kernel also replaces names in the architecture's Python module, for all
-models."""
+"""Liger's Triton kernels in the policy. liger-kernel also replaces classes and functions in the architecture's
+Python module, and so for all models of this architecture."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _kernels() -> dict[str, Callable[..., None]]:
 
 
 def apply_liger(config: GRPOConfig, model: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
-    """Put Liger's kernels into a model and the models ``also``. Return a function that restores the names in the
-    architecture's module."""
+    """Put Liger's kernels into a model and the models ``also``. Return a function that undoes the changes of
+    the architecture's Python module."""
     model, device = unwrap(model), config.device
     given: Any = config.liger_kernel_config
     kind = model.config.model_type
@@ -67,7 +67,7 @@ def apply_liger(config: GRPOConfig, model: Any, also: Sequence[Any] = ()) -> Cal
         before = own_sample_logprobs(model, device)
         apply(model=model)
         error = float((own_sample_logprobs(model, device) - before).abs().mean())
-    if not error <= allowed(autocast_dtype(device) or model.dtype):  # True for a NaN.
+    if not error <= allowed(autocast_dtype(device) or model.dtype):  # A NaN is a failure, too.
         undo()
         raise ValueError(
             f"use_liger_kernel is true, but with Liger's kernels the log-probabilities of a {type(model).__name__} "

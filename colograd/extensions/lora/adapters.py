@@ -18,8 +18,8 @@ from ...policy.loading import from_name
 from ...policy.lora import AdaptedLayer, Adapter, adapted_layers, base_name, trained_copies, unwrap
 from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 
-LARGEST_RANK = 512  # The limit of vLLM.
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the base unchanged.
+LARGEST_RANK = 512  # vLLM's limit of a LoRA's rank.
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # Values of `init_lora_weights` that leave the base unchanged.
 # Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
@@ -33,14 +33,14 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
     if patterns := _left_out(model, peft_config):
         peft_config = copy.copy(peft_config)
-        excluded = peft_config.exclude_modules or []  # A regular expression, or names.
+        excluded = peft_config.exclude_modules or []  # peft takes a regular expression, or names.
         names = not isinstance(excluded, str)
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in excluded] if names else [f"(?:{excluded})"]
         peft_config.exclude_modules = "|".join(patterns)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            return peft.get_peft_model(model, peft_config).eval()  # As after `from_pretrained`.
+            return peft.get_peft_model(model, peft_config).eval()  # Evaluation mode, as after `from_pretrained`.
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
             if "lora_dropout" in reason:
@@ -57,9 +57,9 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 def _left_out(model: Any, peft_config: Any) -> list[str]:
     """Return regular expressions for the names of layers that get no adapter:
 
-    - outside the decoder, if the model trains on text only; otherwise an audio tower
-    - with `all-linear`: Linear subclasses with a forward of their own, such as Llama 4's routers
-    - with names: wrappers of linear layers, which peft can't adapt (Gemma 4's tower)
+    - if the run trains the model on text alone: layers outside the decoder; otherwise: layers of audio towers
+    - if target_modules is all-linear: Linear subclasses with a forward of their own, such as Llama 4's routers
+    - if target_modules has names: modules around a linear layer, which peft can't adapt (in Gemma 4's tower)
     """
     found, targets = [], peft_config.target_modules
     if reads_text_alone(model):
@@ -169,8 +169,8 @@ def from_adapter(
     """Return the trainable PeftModel of a folder with an adapter_config.json, and the paths of base and tokenizer."""
     if peft_config is not None:
         raise ValueError(
-            f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but one is trained: "
-            "remove use_peft to go on with the saved adapter, or set model_name_or_path to the base model."
+            f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but only one is "
+            "trained: remove use_peft to go on with the saved adapter, or set model_name_or_path to the base model."
         )
     base = str(saved.get("base_model_name_or_path") or "")
     if not base:
@@ -194,8 +194,10 @@ def from_adapter(
 
 
 def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
-    """Make each LoRA save its uncast input, which queries, keys and values share. With peft's cast autograd saves a
-    float32 copy for each. Dropout and DoRA need the cast."""
+    """Make LoRA layers save their input uncast, so that queries, keys and values share one saved tensor.
+
+    With peft's cast, autograd would save a float32 copy for each layer. Layers with dropout or DoRA keep the cast.
+    """
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
@@ -204,7 +206,7 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
         if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
-                # deepcopy binds the copy of a bound method to the copied layer.
+                # A bound method, because deepcopy of a layer binds the method's copy to the layer's copy.
                 a.forward = types.MethodType(_product, a)
 
 

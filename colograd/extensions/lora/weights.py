@@ -1,7 +1,7 @@
-"""Weight sync `adapter` for LoRA: each publish writes only the adapter, into vLLM's LoRA slots.
+"""Weight sync `adapter` for LoRA: a publish writes the adapter into vLLM's LoRA slots. The first also writes the base.
 
-A layer of vLLM has zeroed tensors A (slots, 1, rank, in) and B (slots, 1, out, rank) for each part of a fused layer
-(q, k and v), and adds x A^T B^T to its output. The engine's B is the policy's B times the LoRA scaling.
+A layer of vLLM has tensors A (slots, 1, rank, in) and B (slots, 1, out, rank) for each part of a fused layer (q, k and
+v), and adds x A^T B^T to its output. Unused elements are 0. The engine's B is the policy's B times the LoRA scaling.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Slot:
     scaling: float  # The LoRA scaling for B, 1 for A.
     holder: Any  # vLLM's layer with the LoRA slots.
     part: int  # Index of the adapted layer among the parts of a fused vLLM layer.
-    shard: Shard | None = None  # This rank's part of A or B.
+    shard: Shard | None = None  # This rank's part of A or B. None: all of it.
 
     @property
     def stack(self) -> torch.Tensor:
-        """vLLM's tensor with A or B of all LoRA slots of the layer. vLLM may replace it during a run."""
+        """vLLM's tensor with A or B of all LoRA slots of the layer. vLLM may replace the tensor during a run."""
         return lora_stacks(self.holder, self.kind)[self.part]
 
     @property
     def destination(self) -> torch.Tensor:
-        """View of vLLM's first LoRA slot in the shape of ``source``. Outside of the view a slot has zeros."""
+        """View of vLLM's first LoRA slot in the shape of ``source``. Outside of the view the slot has zeros."""
         rows, columns = self.source.shape
         return self.stack[0, 0, :rows, :columns]
 
@@ -65,7 +65,7 @@ class AdapterWeights(PlannedSync):
         self._has_base = False
         self._destinations = [slot.destination for slot in slots]
         prove_slots(self.slots, self.rank, engine)
-        super().__init__(policy, engine)  # Records addresses, which `prove_slots` may change.
+        super().__init__(policy, engine)  # Records addresses of tensors, so after `prove_slots`, which may change them.
         self._write_adapter()
 
     @property
@@ -110,7 +110,7 @@ class AdapterWeights(PlannedSync):
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
     """Return the engine's LoRA slot of every tensor of the policy's adapter. Raise `Unserved` if vLLM lacks one.
-    ``shards`` maps `id(parameter)` to this rank's part."""
+    ``shards`` maps `id(parameter)` to this rank's shard."""
     # A layer's name in vLLM -> the vLLM layer with its LoRA slots, and its index among the fused parts.
     holders, tensors = dict[str, tuple[Any, int]](), engine.tensors
     for name, holder in tensors.lora_layers().items():
@@ -135,7 +135,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Sh
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """Raise a RuntimeError unless vLLM loads an adapter of random numbers into exactly the mapped slots."""
+    """Raise a RuntimeError unless vLLM loads an adapter of random numbers into ``slots`` and nowhere else."""
     import peft
 
     generator = torch.Generator().manual_seed(0)

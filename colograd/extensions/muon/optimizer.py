@@ -1,6 +1,7 @@
 """Muon (https://kellerjordan.github.io/posts/muon/) for the matrices of the policy's decoder layers.
 
-A step is scaled to AdamW's root mean square (arXiv 2502.16982, eq. 4), so one learning rate serves both optimizers.
+Muon's steps are scaled to the root mean square of AdamW's steps (arXiv 2502.16982, eq. 4). So one learning rate serves
+matrices and other parameters.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from ...policy.lora import is_adapted
 from ...training.adamw_split import AdamWSplit, join_master, split_master
 
 MOMENTUM = "momentum_buffer"
-COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz.
+COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Muon's iteration.
 
 
 def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trained 2-D parameters of the decoder's layers. Stacked experts are 3-D and left out."""
+    """Return the trained 2-D parameters of the decoder's layers. Stacked experts are 3-D, so they are left out."""
     inside = (parameter for layer in decoder_layers(model) for parameter in layer.parameters())
     return [parameter for parameter in inside if parameter.requires_grad and parameter.dim() == 2]
 
 
 class MuonSplit(AdamWSplit):
     """Optimizer that runs torch's Muon on ``matrices``, and `AdamWSplit` on all other parameters. The state of a
-    bfloat16 matrix has 6 bytes per element: a float32 momentum, and the remainder of the float32 master."""
+    bfloat16 matrix has 6 bytes per element: a float32 momentum, and the 16 bits that make the weight float32."""
 
     def __init__(
         self, params: Iterable[Any], matrices: Collection[torch.Tensor], momentum: float = 0.95, **given: Any
@@ -74,7 +75,7 @@ class MuonSplit(AdamWSplit):
                 "the optim that the checkpoint was written with."
             )
         for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
-            if name in saved:  # Also a remainder that a bfloat16 run saved.
+            if name in saved:  # Also in a float32 run after a bfloat16 run.
                 self.state[parameter][name] = saved[name].to(parameter.device, dtype)
         self._state(parameter)
 

@@ -24,7 +24,7 @@ METHOD = "bitsandbytes"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    settings: Mapping[str, Any]  # As in a checkpoint's config.json.
+    settings: Mapping[str, Any]  # `quantization_config`, as in a checkpoint's config.json.
     in_checkpoint: bool  # Whether the checkpoint's files are quantised. False: loading has quantised the weights.
 
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
@@ -47,7 +47,7 @@ def name_of(settings: Mapping[str, Any]) -> str:
 
 
 def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """Return the quantisation settings that the run, or else the adapter's folder ``name``, requests."""
+    """Return the quantisation settings of the run, else those recorded in an adapter's folder ``name``, else None."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
     flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
@@ -121,7 +121,7 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
 
 
 def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """Return arguments of `from_pretrained`. Without ``settings`` the checkpoint is quantised already."""
+    """Return arguments of `from_pretrained`. Without ``settings`` the checkpoint's own quantisation holds."""
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}

@@ -1,4 +1,4 @@
-"""Quantised linear layers of bitsandbytes. Products of policy and engine equal those of dequantised weights."""
+"""Quantised linear layers of bitsandbytes: their values, their products, and their size."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class PackedWeight:
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dequantise the weight into a new tensor (out, in), by default of the products' dtype (8 bits: float32)."""
+        """Return the dequantised weight, (out, in), a copy, by default in the products' dtype (8 bits: float32)."""
         weight, state = self.layer.weight, self.state
         if state is None:
             return (weight.detach() * self._row_scales[:, None]).to(dtype or torch.float32)
         import bitsandbytes
 
-        if self._has_broken_rows:  # As one row, the matrix gets the right scales.
+        if self._has_broken_rows:  # As a single row, the matrix gets right scales.
             state = copy.copy(state)
             state.shape = torch.Size([1, math.prod(self.shape)])
         values = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(self.shape)
@@ -57,13 +57,13 @@ class PackedWeight:
 
     @property
     def _has_broken_rows(self) -> bool:
-        """Whether 4-bit blocks of a weight on a CPU span two rows, where bitsandbytes (0.50) uses wrong scales."""
+        """Whether a 4-bit weight on a CPU has blocks across two rows, for which bitsandbytes 0.50 uses wrong scales."""
         is_host = self.layer.weight.device.type == "cpu"
         return is_host and self.state is not None and bool(self.shape[-1] % self.state.blocksize)
 
     @property
     def _row_scales(self) -> torch.Tensor:
-        """An 8-bit weight's scale per row, (out,) float32. A layer's first forward moves scales to its state."""
+        """An 8-bit weight's scale per row, (out,) float32. The first forward moves scales to the layer's state."""
         layer = self.layer
         largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
         return largest.detach().float() / 127
@@ -85,13 +85,16 @@ class PackedWeight:
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return a layer's quantised weight. peft's wrapper of a quantised layer has none."""
+    """Return a layer's quantised weight, or None. peft's layer around a quantised layer has no such weight."""
     return PackedWeight(module) if type(module._parameters.get("weight")).__name__ in PACKED else None
 
 
 def settle(model: Any) -> None:
-    """Make products equal products with dequantised weights. bitsandbytes repacks 4-bit weights on some CPUs, rounds
-    the inputs of 8-bit layers, and has the error of `_has_broken_rows`."""
+    """Turn off what makes bitsandbytes' products differ from products with dequantised weights.
+
+    bitsandbytes repacks 4-bit weights on some CPUs, rounds the inputs of 8-bit layers, and uses wrong scales in the
+    case of `_has_broken_rows`.
+    """
     if packed_weight(model.get_output_embeddings()) is not None:
         raise ValueError(
             "The language-model head is quantised, but logits are computed from its weight: name the head in "
@@ -143,7 +146,7 @@ def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
     kept = HfQuantizer.get_modules_to_not_convert(
         model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
     )
-    # By default transformers skips the last module, which is another one on the meta device if the head is tied.
+    # transformers' default leaves out the last module. If the head is tied, another module is last on the meta device.
     last, really_last = ([*model.named_parameters(remove_duplicate=of)][-1][0] for of in (True, False))
     if last != really_last:
         kept = [name for name in kept if name != last.rpartition(".")[0]]

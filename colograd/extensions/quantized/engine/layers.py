@@ -1,5 +1,5 @@
 """vLLM layers that multiply with the policy's packed (quantised) weights, so that engine and policy share one copy.
-CUDA graphs and compiled code call one custom operator."""
+A custom operator makes the products, so that CUDA graphs and compiled code can contain them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ....engine.tensors import VLLMTensors
 from ....policy.lora import PackedWeight, base_name, packed_weights
 from ....weights.mapping import TOWER
 
-Parts = Mapping[str, Sequence[PackedWeight]]  # By layer name in vLLM. A fused layer (q, k and v) has several.
+Parts = Mapping[str, Sequence[PackedWeight]]  # By a layer's name in vLLM. A fused layer (q, k and v) has several.
 
 _parts: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number, for all engines of the process.
-_used: set[int] = set()  # Numbers of layers that have computed.
+_used: set[int] = set()  # Numbers of layers that have made a product.
 
 
 @torch.library.custom_op(
     "colograd::packed_linear", mutates_args=(), schema="(Tensor x, int layer, int width) -> Tensor"
 )
 def packed_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    """Multiply x (..., in) with all packed weights of a layer, (..., width)."""
+    """Multiply x (..., in) with each packed weight of a layer, and join the products to (..., width)."""
     _used.add(layer)
     products = [part.product(x) for part in _parts[layer]]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
@@ -57,16 +57,16 @@ class ServedLayers(EngineFeature):
         return [part for parts in self.numbers.values() for part in parts]
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Count layers that have computed nothing so far, except layers of weights in ``but``."""
+        """Count layers that have made no product so far. Layers with a weight in ``but`` don't count."""
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
-        """Give each layer a number that no engine of the process uses. A restarted run gives the same numbers."""
+        """Give each layer a number that no other engine of the process uses."""
         self.reserved = {name: number for number, name in enumerate(names, max(_parts, default=-1) + 1)}
 
     @property
     def digest(self) -> str:
-        """Compiled code depends on the layers' names and numbers."""
+        """Hash of the layers' names and numbers, which compiled code contains."""
         return hashlib.sha256(repr(self.reserved).encode()).hexdigest()
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> int:
@@ -103,11 +103,11 @@ class ServedLayers(EngineFeature):
 
         def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
             config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
-            if not found:  # Later the configuration may be a submodel's.
+            if not found:  # At later layers vLLM's configuration may be a submodel's.
                 architecture, _ = get_model_architecture(config.model_config)
                 found.append(served._parts_of(VLLMTensors(architecture)))
                 served.reserve(found[0])
-            # Layer numbers must be a part of the key of vLLM's compile cache.
+            # Compiled code contains layer numbers, so vLLM's key of its compile cache must contain them, too.
             config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
             if (parts := found[0].get(name)) is None:
                 theirs(self, layer, *args, **kwargs)
@@ -131,7 +131,7 @@ def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
 
 
 def packed_parts(policy: torch.nn.Module, engine: VLLMTensors) -> dict[str, list[PackedWeight]]:
-    """Return the policy's packed weights for each of vLLM's layers. A fused layer has its weights in vLLM's order."""
+    """Return the policy's packed weights by a layer's name in vLLM. A fused layer has its weights in vLLM's order."""
     weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
