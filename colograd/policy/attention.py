@@ -296,7 +296,7 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
 
 
 def packed_rows() -> AbstractContextManager[None]:
-    """Return a context in which transformers gets no masks from `_mask`, because the row's layout replaces masks."""
+    """Return a context where `_mask` makes no masks, because the layout of a packed row replaces them."""
     return _with_globals(_packed_rows=True)
 
 

@@ -42,7 +42,7 @@ class PackedWeight:
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dequantised weight, (out, in), a copy, by default in the products' dtype (8 bits: float32)."""
+        """Return a dequantised copy of the weight (out, in), by default in the dtype of products (8 bits: float32)."""
         weight, state = self.layer.weight, self.state
         if state is None:
             return (weight.detach() * self._row_scales[:, None]).to(dtype or torch.float32)
@@ -57,7 +57,7 @@ class PackedWeight:
 
     @property
     def _has_broken_rows(self) -> bool:
-        """Whether a 4-bit weight on a CPU has blocks across two rows, for which bitsandbytes 0.50 uses wrong scales."""
+        """Whether blocks of a 4-bit weight span two rows. On a CPU bitsandbytes 0.50 then uses wrong scales."""
         is_host = self.layer.weight.device.type == "cpu"
         return is_host and self.state is not None and bool(self.shape[-1] % self.state.blocksize)
 
@@ -90,7 +90,7 @@ def packed_weight(module: Any) -> PackedWeight | None:
 
 
 def settle(model: Any) -> None:
-    """Turn off what makes bitsandbytes' products differ from products with dequantised weights.
+    """Turn off the options that make bitsandbytes' products differ from products with dequantised weights.
 
     bitsandbytes repacks 4-bit weights on some CPUs, rounds the inputs of 8-bit layers, and uses wrong scales in the
     case of `_has_broken_rows`.
