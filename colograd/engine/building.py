@@ -279,8 +279,8 @@ def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewind the random generators of requests with a partly computed prompt. vLLM drew unused numbers. Its own
-    code sets the generator's offset, which generators on a CPU lack."""
+    """Rewind the random generators of requests with a partly computed prompt, because vLLM drew unused numbers. vLLM
+    would set the generator's offset, which generators on a CPU lack."""
     batch, held = self.input_batch, {}
     for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
         if (generator := batch.generators.pop(row, None)) is not None:

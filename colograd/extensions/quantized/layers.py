@@ -57,7 +57,7 @@ class PackedWeight:
 
     @property
     def _has_broken_rows(self) -> bool:
-        """Whether blocks of a 4-bit weight span two rows. On a CPU bitsandbytes 0.50 then uses wrong scales."""
+        """Whether the weight is on a CPU, in 4 bits, with blocks that span rows: bitsandbytes 0.50 misscales these."""
         is_host = self.layer.weight.device.type == "cpu"
         return is_host and self.state is not None and bool(self.shape[-1] % self.state.blocksize)
 
