@@ -119,7 +119,7 @@ class VLLMEngine(LoadedVLLM):
         )
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
-        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # the embedding may have more rows than the tokenizer has tokens
+        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:
             raise ValueError(
                 f"A prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
                 "numbered from 0. Use the tokenizer of the model."

@@ -30,7 +30,7 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
             pages.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(pages)
     if device is not None and device.type == "cuda":
-        pages.madvise(mmap.MADV_DONTFORK)  # After a fork, a write would copy the page, and the GPU would keep the old one.
+        pages.madvise(mmap.MADV_DONTFORK)  # A write after a fork would take the page from the GPU.
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         # If registering fails, the memory stays pageable, and copies are slower.
         if _call(device, pages, "cudaHostRegister", address, len(pages), 0):
