@@ -55,7 +55,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # As in TRL: the first rows of each part, the most in these fractions without a repeated row.
+        # As in TRL: each part gives its first rows, as many as the fractions allow without repeating a row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
             raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part.")
         if not all(isinstance(part, Dataset) for part in parts):
@@ -150,7 +150,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
             return {"prompt": prompt}
         return {"prompt": [system, *prompt]}
 
-    # Not cached: ranks that share a cache would write one file.
+    # Not cached, because ranks that share a cache would write the same file.
     uncached = {"desc": "system prompt", "keep_in_memory": True, "load_from_cache_file": False}
     return dataset.map(put_system_first, **({} if isinstance(dataset, IterableDataset) else uncached))
 

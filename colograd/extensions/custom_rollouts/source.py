@@ -76,7 +76,7 @@ class CustomRollouts:
 
     engine: Engine
     function: Callable[[list[Any]], dict[str, Any]]
-    end_tokens: Collection[int | None]  # Other last tokens mean a truncated completion.
+    end_tokens: Collection[int | None]  # A completion with another last token counts as truncated.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"

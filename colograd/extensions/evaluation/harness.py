@@ -25,8 +25,8 @@ from .specs import YAML, TaskSpec, check_harness
 GENERATE, SCORE = "generate_until", "loglikelihood"
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
-DEFAULT_TOKENS = 256  # The harness's default.
-FEWSHOT_SEED = 1234  # The harness's default.
+DEFAULT_TOKENS = 256  # The harness's default of a completion's maximum.
+FEWSHOT_SEED = 1234  # The harness's default for choosing examples.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Request:
 
     instance: Any
     prompt: tuple[int, ...] = ()
-    sampling: Sampling | None = None  # None: score `parts`.
+    sampling: Sampling | None = None  # None: this request scores `parts`.
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids
 
     @property
@@ -59,11 +59,11 @@ class Rules:
     tokenizer: Any
     context: int
     max_tokens: int | None = None
-    limits: bool = False  # The smaller one of `max_tokens` and the task's maximum counts.
+    limits: bool = False  # Whether a task's maximum applies if it is below `max_tokens`.
     temperature: float | None = None
     top_p: float | None = None
-    spread: float = 1.0  # For several completions per question of a task that samples greedily.
-    template: bool | None = None  # None: a chat template only for sampled completions.
+    spread: float = 1.0  # Temperature for several completions per question, if the task samples greedily.
+    template: bool | None = None  # None: only sampled completions use the chat template.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()
 
@@ -73,7 +73,7 @@ class LoadedTask:
     name: str
     task: Any
     questions: tuple[Question, ...]
-    n: int | None  # Completions per question, judged one by one. None: judged together.
+    n: int | None  # Completions per question that are judged one by one. None: judged together.
     cut: int
 
     @property
@@ -116,7 +116,7 @@ class HarnessBenchmark:
 
 @contextlib.contextmanager
 def _as_the_harness() -> Iterator[None]:
-    """Context with the harness's default seeds and without its progress lines."""
+    """Run code with lm-evaluation-harness's default seeds, and without its progress lines."""
     logger = logging.getLogger("lm_eval")
     with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=[]), code_runs_apart():
         restored.callback(logger.setLevel, logger.level)
@@ -216,7 +216,7 @@ def _encoder(tokenizer: Any) -> Any:
         prefix_token_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            if add_special_tokens is None:  # The text may begin with the BOS token.
+            if add_special_tokens is None:  # No second BOS token for a text that begins with it.
                 add_special_tokens = not (tokenizer.bos_token and string.startswith(tokenizer.bos_token))
             ids: list[int] = tokenizer(string, add_special_tokens=add_special_tokens).input_ids
             return ids
@@ -237,7 +237,7 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
         ids = encoder.tok_encode(arguments[0])
         room = max(rules.context - sampling.max_tokens, rules.context // 2)
         return Request(instance, tuple(ids[-room:]), sampling), len(ids) > room
-    room = rules.context - 1  # The engine has to sample one token.
+    room = rules.context - 1  # vLLM has to sample one token even for scoring.
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)
@@ -279,5 +279,5 @@ def stops(kwargs: dict[str, Any]) -> list[str]:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model reasons first. Stop strings may occur in the reasoning, so they only cut the answer."""
+    """Return whether the model reasons first. Stop strings, which reasoning may contain, then only cut the answer."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

@@ -99,7 +99,9 @@ class RewardModel(ModelReward):
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """Return tensors [rows, longest row], padded on the right."""
         padding = self._padding
-        if padding is None:  # transformers' classifiers read the last token that isn't padding.
+        if (
+            padding is None
+        ):  # Classifiers read the last token that isn't padding, so no row may contain the padding token.
             used = {token for ids in rows["input_ids"] for token in ids}
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:

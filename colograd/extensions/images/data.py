@@ -262,7 +262,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return a conversation's messages, and its images in order. Parts ``{"type": "image"}`` keep the images' places."""
+    """Return a conversation's messages, and its images. Parts ``{"type": "image"}`` keep the images' places."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
