@@ -138,7 +138,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. The slow index of all the harness's tasks comes last."""
+    """Load a task, group or tag by its name or YAML file. The index of all the harness's tasks is slow, so comes last."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 
@@ -150,7 +150,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
         for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml"):
-            entry = TaskIndex.entry_from_path(file)  # A group needs the whole index.
+            entry = TaskIndex.entry_from_path(file)  # Groups need the index of all tasks.
             if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) and entry.name == name:
                 return own.load([str(file)])
         whole = _manager(include, True)
@@ -230,7 +230,7 @@ def _encoder(tokenizer: Any) -> Any:
 
 
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
-    """Return a request as token ids, and whether it was cut off, as in the harness's models."""
+    """Return a request as token ids, and whether its beginning was cut off to fit the context."""
     kind, arguments = instance.request_type, instance.args
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)

@@ -20,7 +20,7 @@ from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
-# Entries of `model_init_kwargs` for the policy only. The others apply to reward models, too.
+# Keys of `model_init_kwargs` that don't apply to reward models. All others do.
 POLICY_KWARGS = ("revision", "device_map")
 
 

@@ -41,7 +41,7 @@ IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
 # File metadata that tell `datasets` and the Hub's viewer that the column has images.
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
 ROWS = 256  # Rows per write to a file.
-PACKING = 4096  # In memory, rows may take so many times their file's size, plus 64 MiB.
+PACKING = 4096  # In memory, rows may take at most so many times their file's size, plus 64 MiB.
 ROW_OBJECT_BYTES = 2048
 HEADER_LIST = 100_000
 DEFAULT_WIDTH = 120
