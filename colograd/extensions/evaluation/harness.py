@@ -138,7 +138,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. The index of all the harness's tasks is slow, so comes last."""
+    """Load a task, group or tag by its name or YAML file. The slow index of all tasks is searched last."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 

@@ -23,8 +23,8 @@ class Images(ModelFeature):
         window = getattr(text, "sliding_window", None)
         if see_both_ways(model_config) and window and tokens > window:
             raise ValueError(
-                f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: the tokens "
-                "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
+                f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: in vLLM the tokens "
+                "of a larger image don't all see each other. Choose a model of smaller images or a larger window."
             )
         given: dict[str, Any] = dict(wanted.config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
         part = int(given.get("long_prefill_token_threshold") or 0)

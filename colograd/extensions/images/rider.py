@@ -22,7 +22,7 @@ from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
 STAND_IN = 0  # Token id that is no model's image placeholder.
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # Model inputs that mark which tokens are of images.
-ENVIRONMENTS = "environments"  # Column of rollouts in runs with environments.
+ENVIRONMENTS = "environments"  # Column of rollouts with environments.
 THUMBNAIL_PIXELS = 64
 COMPRESSION = 1  # PNG's level 1 is three times as fast as its default, for a tenth more bytes.
 ROWS = pa.schema(
@@ -91,7 +91,7 @@ class Images(Media):
         parts, files = (part for part in (self, *more) if isinstance(part, Images)), list[bytes]()
         for picture in [picture for part in parts for picture in part.pictures][:THUMBNAILS]:
             small, file = picture.copy(), io.BytesIO()
-            small.info.clear()  # a comment may be larger than the image
+            small.info.clear()  # a comment in the file may be larger than the image
             small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
             small.convert("RGB").save(file, "JPEG", quality=70)
             if file.tell() <= THUMBNAIL_BYTES:

@@ -22,7 +22,7 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
-# Attribute of FSDP models. All ranks gather the vision tower's weights, so it runs also in rows without images.
+# Attribute of FSDP models. All ranks gather the vision tower's weights, so it runs also without images.
 IN_EACH_FORWARD = "tower_in_each_forward"
 TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call
 

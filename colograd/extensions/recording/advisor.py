@@ -210,10 +210,10 @@ def gradient_spike(history: History) -> Finding | None:
 def sampler_trainer_gap(history: History) -> Finding | None:
     name = "sampling/sampling_logp_difference/mean"
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
-        return None  # settings such as top_p change the sampler's probabilities
+        return None  # settings such as top_p change the sampler's probabilities, so a difference is expected
     before, now = history.at_first(name), history.recently(name)
     share, old = (history.recently(f"carry_over/{old}") for old in ("old_tokens_share", "old_logp_difference"))
-    if not math.isnan(share * old):  # rule `stale_tokens` judges tokens of older weights
+    if not math.isnan(share * old):  # leave out tokens of older weights, which rule `stale_tokens` judges
         now = max(now - share * old, 0.0) / max(1 - share, 0.1)
     grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
     if not now > 0.1 and not grown:

@@ -71,8 +71,8 @@ class CompletionRow:
     rewards: tuple[float, ...]  # One per reward function. NaN: the function abstained.
     advantage: float  # If each token has its own advantage, their mean. NaN in an evaluation.
     extra: dict[str, Any] = field(default_factory=dict)
-    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images
-    sizes: tuple[str, ...] = ()  # sizes of all images of the prompt, such as "640x480"
+    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images.
+    sizes: tuple[str, ...] = ()  # Sizes of all images of the prompt, such as "640x480".
 
     @property
     def completion(self) -> str:

@@ -38,8 +38,8 @@ class EventLog:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._events = open(self.folder / EVENTS, "ab", buffering=0)  # noqa: SIM115 - until `close`
                 if self._events.tell():
-                    self._events.write(b"\n")  # ends an incomplete line of a killed run
-            if self._events.write(line) != len(line):  # a full disk takes only a part of the line
+                    self._events.write(b"\n")  # A killed run may have left an incomplete line.
+            if self._events.write(line) != len(line):  # A full disk takes only a part of the line.
                 raise OSError("the disk has no room for a whole line")
 
     def samples(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:

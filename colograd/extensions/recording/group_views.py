@@ -13,8 +13,8 @@ from ...data.messages import text_of
 from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
-MOST_TOKENS, LEAST_TOKENS = 4096, 256  # bounds of the tokens that the report shows of a completion
-STEP_TOKENS = 32_768  # tokens that the report shows of a step, roughly
+MOST_TOKENS, LEAST_TOKENS = 4096, 256  # Bounds of a completion's tokens in the report.
+STEP_TOKENS = 32_768  # Tokens of a step in the report, roughly.
 LEFT_OUT_IF_EMPTY = ("images", "messages", "session", "cut")
 
 
@@ -61,7 +61,7 @@ class TokenTexts:
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         for token in {*ids} - self._known.keys():
-            # Some tokenizers drop a space at a text's start, so the token's text is taken from behind another token.
+            # Some tokenizers drop a space at a text's start. So the text of the second of two equal tokens is taken.
             self._known[token] = self._decode([token, token])[len(self._decode([token])) :] or f"<{token}>"
         return [self._known[token] for token in ids]
 

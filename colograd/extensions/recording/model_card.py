@@ -203,7 +203,7 @@ def write_card_of(
         settings=settings,
         history=trainer.state.log_history,
         hub_model_id=args.hub_model_id,
-        adapter_rank=adapter.rank if adapter else 0,  # 0 without LoRA
+        adapter_rank=adapter.rank if adapter else 0,  # 0: a run without LoRA
         quantization=quantization and quantization.settings,
         images=policy.processor is not None,
         base_dtype=str(trainer.model.dtype).removeprefix("torch."),

@@ -44,14 +44,14 @@ class Recorder(NoRecord):
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
-        self.records: bool = self.args.report  # also False after an error that ended the recording
+        self.records: bool = self.args.report  # setting `report`, but False after an error that ended the recording
         self.writes = self.records and is_main
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
         self._next_step = 0
-        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # optimizer step -> groups, until training
-        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = None  # None while none are kept
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Optimizer step -> groups not yet trained.
+        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = None  # None: none are kept.
         self._early_logprobs: list[tuple[MicroBatch, torch.Tensor]] = []
         self._step: dict[str, float] = {}  # FLOPs and learning rate of the present step
         self._is_open = False
