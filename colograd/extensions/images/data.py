@@ -197,7 +197,7 @@ class ImageReader:
         written = sum(token in own for token in ids)
         if written != pictures:
             raise ValueError(
-                f"there are {written} image token(s) in the text, but {pictures} image(s): remove image tokens without "
+                f"there are {written} image token(s) in the text and {pictures} image(s): remove image tokens without "
                 'an image, or write {"type": "image"} parts and give as many images.'
             )
         return ids
