@@ -125,7 +125,7 @@ def make_trainer(
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
-    gc.freeze()  # The libraries' objects live as long as the process: collections needn't look through them.
+    gc.freeze()  # The libraries' objects live as long as the process, so garbage collections may skip them.
     with on_all_ranks("loading the data"):
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start

@@ -29,7 +29,7 @@ def check_prompt_column(columns: Iterable[str], name: str, column: str = "prompt
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Refuse a transform, which runs at each read, and for a text model columns of images."""
+    """Refuse a dataset with a transform, and columns of images for a model without images."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), but prompts are tokenised once: apply the "

@@ -55,7 +55,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # As in TRL, take the first rows of each part: as many as these fractions allow without repeating a row.
+        # As in TRL: each part gives its first rows, as many as the fractions allow without repeating a row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
             raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part one.")
         if not all(isinstance(part, Dataset) for part in parts):

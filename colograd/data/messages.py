@@ -72,7 +72,7 @@ def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
-    """Return messages with contents that the chat template writes: some templates can't write lists or `None`."""
+    """Return messages that the template writes in full. If it can't, contents (lists, None) become texts."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:
@@ -85,7 +85,7 @@ def template_messages(
     raw = [form for each in contents for form in (str(each), json.dumps(each, ensure_ascii=False, default=str))]
     if any(text.count(form) > joined_text.count(form) for form in raw):
         return joined
-    # Compare without spaces, because some templates trim each part.
+    # Some templates trim each part, so spaces don't count in the comparison.
     text, joined_text = "".join(text.split()), "".join(joined_text.split())
     parts = ["".join(_joined([part]).split()) for each in contents for part in each or []]
     is_lost = any(part and text.count(part) < joined_text.count(part) for part in parts)

@@ -15,7 +15,7 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # Positions from here on are of further prompts that dynamic sampling draws.
+EXTRA = 2**40  # From this position on, prompts are further ones of dynamic sampling.
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
                 yield [(rows[place], start + place) for place in range(first, first + per_rank) if rows]
 
     def rows_of(self, number: int) -> Sequence[int]:
-        """Return the rows of a round in the order of their positions. ``number`` counts over all epochs."""
+        """Return a round's row indices in the order of positions. ``number``: index of the round over all epochs."""
         epoch, index = divmod(number, self.num_rounds)
         rows = _permutation(self.num_rows, self.seed, epoch) if self.shuffle else range(self.num_rows)
         return rows[index * self.round_size : (index + 1) * self.round_size]
@@ -77,8 +77,8 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
 @functools.lru_cache(maxsize=1)
 def _permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    # As in TRL: one generator draws the permutations of all epochs in turn. Past ones are drawn again (15 ms for a
-    # million rows), so that checkpoints needn't store a generator's state.
+    # As in TRL, one generator draws the permutations of all epochs in turn. Permutations of past epochs are drawn
+    # again, so checkpoints need no generator state. One takes 15 ms for a million rows.
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epoch):
         torch.randperm(rows, generator=generator)
@@ -90,7 +90,7 @@ def seed_of(config: GRPOConfig) -> int:
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Return ``count`` further prompts of this rank, after ``drawn`` ones, in an order of seed and step alone."""
+    """Return ``count`` prompts of this rank for dynamic sampling, after ``drawn`` ones. Seed and step fix the order."""
     layout = config.layout
     places = (index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count))
     return [prompt_at(dataset, config, EXTRA * (step + 1) + place) for place in places]
@@ -118,7 +118,7 @@ class PromptLoader(DataLoader):
     """The training dataloader: a plain one, so that `accelerate.skip_first_batches` can resume an epoch."""
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
-        # Each epoch, DataLoader draws a number. Its own generator leaves torch's global generator unchanged.
+        # DataLoader draws a seed at each epoch's start. An own generator leaves torch's global one untouched.
         super().__init__(dataset, batch_sampler=order, collate_fn=list, num_workers=0, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:

@@ -25,12 +25,12 @@ COLUMNS = ("prompt", "chat_template_kwargs")
 
 @dataclass(eq=False)
 class PromptDataset(torch.utils.data.Dataset):
-    """A dataset's rows with tokenised prompts. The index (row, position) returns a `Prompt`."""
+    """A dataset's rows with tokenised prompts. Index (row, position) gives a `Prompt`, a plain index rows."""
 
     dataset: Dataset
-    token_ids: Any  # Token ids of all prompts, int32 [sum P]. None: the rules' reader converts rows on request.
-    ends: np.ndarray  # Borders in ``token_ids`` from 0, int64 [rows + 1].
-    dropped: dict[int, int]  # Original row of a too long prompt -> its tokens.
+    token_ids: Any  # All prompts in a row, int32 [sum P]. None: the rules' reader makes each prompt on request.
+    ends: np.ndarray  # Where prompts begin and end in ``token_ids``, int64 [rows + 1], from 0.
+    dropped: dict[int, int]  # Original row index of a too long prompt -> its number of tokens.
     rules: PromptRules
     # An extension's choice of each step's prompts: `order(config)` makes the `StepOrder`; `saved` and `load(state)`
     # hold its state; `missing` is why a checkpoint may lack the state.
@@ -65,7 +65,7 @@ class PromptDataset(torch.utils.data.Dataset):
         return [self[row, row] for row in range(min(count, len(self)))]
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
-        """Return the prompts of an evaluation: every ``step``-th row from ``first``. The row is the position."""
+        """Return the prompts of an evaluation: every ``step``-th row from ``first``. Row indices serve as positions."""
         return [self[row, row] for row in range(first, len(self), step)]
 
 
@@ -81,7 +81,7 @@ class PromptRules:
     overlong: str  # Treatment of too long prompts: `drop` or `error`.
     chat_template_kwargs: dict[str, Any]
     name: str
-    columns: Sequence[str] = ()  # In addition to `COLUMNS`.
+    columns: Sequence[str] = ()  # Columns to read in addition to `COLUMNS`.
     # (row, the row's name in errors) -> further arguments of the chat template.
     arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     # An extension's reader of rows with images. `prompt(example, row, rules)` makes a `ModelInput`, `of_row` does so
@@ -97,9 +97,9 @@ class PromptRules:
         return [name for name in (*COLUMNS, *self.columns) if name in present]
 
     def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
-        """Return the token ids of each row's prompt. ``first`` is the first row's index, for errors."""
-        # Rows with equal arguments of the chat template share a call of the tokenizer. Values: (arguments, indices of
-        # rows). Plain texts have None as arguments.
+        """Tokenise rows, also too long ones. ``first``: index of the first row in the dataset, for errors."""
+        # Rows with equal arguments of the chat template share one call of the tokenizer. Values: (arguments, row
+        # indices). Arguments are None for plain texts.
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
         for index, row in enumerate(rows):
             where = self.where(first + index)

@@ -18,7 +18,7 @@ from ...rewards import RewardFunction
 from ...rewards.calling import parameters_of
 from ...training.transformers_seam import DRIVEN_BY_METRICS
 
-# Names of metrics of an evaluation, without prefix. OF_LOSS matches further metrics of the loss.
+# Names of an evaluation's metrics, without the prefix `eval_`. OF_LOSS matches further metrics of the loss.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
 NAMES_OF_LOSS = ("loss", "policy_loss", "entropy_coef", "aux_loss", "teacher_kl")
 OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
@@ -59,7 +59,7 @@ def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool)
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
-    """Return a warning if an evaluation lacks ``metric_for_best_model``. Raise for a name that seems wrong."""
+    """Return a warning if an evaluation lacks ``metric_for_best_model``, else "". Raise if the name seems wrong."""
     if (name := f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}") in metrics:
         return ""
     if earlier or "/" in name or re.search(r"_(reward|reward_std|pass@\d+)$", name):
@@ -85,7 +85,7 @@ def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction],
 
 
 def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> Iterator[str]:
-    if hasattr(prompts, "metric_names"):  # a benchmark
+    if hasattr(prompts, "metric_names"):  # prompts of a benchmark
         yield from prompts.metric_names()
         return
     yield from NAMES if rewards else NAMES[3:]
@@ -101,6 +101,6 @@ def _may_log(function: Callable[..., Any]) -> bool:
         return "log_metric" in parameters
     while isinstance(function, functools.partial):
         function = function.func
-    # Code that doesn't read its `**kwargs` can't call the `log_metric` in it.
+    # A reward function that never reads its `**kwargs` can't call `log_metric`, which is passed in them.
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code is None or any(each.argval == further[0] for each in dis.get_instructions(code))

@@ -31,9 +31,9 @@ def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
 
 
 class CurriculumOrder(StepOrder):
-    """A `StepOrder` that chooses a round's rows just before the round's first step."""
+    """A `StepOrder` with a curriculum: it chooses a round's rows just before the round's first step."""
 
-    missing = "had no curriculum"  # Why a checkpoint has no record, for an error text.
+    missing = "had no curriculum"  # Part of an error: why a checkpoint has no record.
     settings: Curriculum
     round_steps: int
     pools: np.ndarray | None  # Each row's pool as an index into ``shares``, int [rows]. None: pools by pass rate.
@@ -74,7 +74,7 @@ class CurriculumOrder(StepOrder):
         return {"rounds": self.rounds, "rows": self.num_rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Record (position, pass rate) pairs of the round just sampled. NaN: no completion has a reward."""
+        """Record the sampled round's prompts as (position, pass rate). NaN: no completion was judged."""
         for position, rate in sorted(dict(passes).items()):
             row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1
@@ -90,7 +90,7 @@ class CurriculumOrder(StepOrder):
         }
 
     def rows_of(self, number: int) -> list[int]:
-        """Return the rows of a round, or none for a round before a resumed checkpoint."""
+        """Return a round's row indices, or [] for a round that the run's checkpoint already has."""
         return [] if number < self.begun else self.choose(number)
 
     def choose(self, number: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, equal
 
-# Pools by the last pass rate, if `column` isn't set. "new" has none.
+# Pools of prompts by their last pass rate, if `column` isn't set. Prompts in "new" have no pass rate.
 LEVELS = ("new", "hard", "medium", "easy")
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
 CONFLICTS = (
@@ -29,7 +29,7 @@ CONFLICTS = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A number that is linear in the optimizer step between points, and constant before and after them."""
+    """A number by optimizer step: linear between given points, and constant before the first and after the last."""
 
     points: tuple[tuple[int, float], ...]  # (optimizer step, number), ascending
 

@@ -25,8 +25,8 @@ from .specs import YAML, TaskSpec, check_harness
 GENERATE, SCORE = "generate_until", "loglikelihood"
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
-DEFAULT_TOKENS = 256  # Maximum tokens if the task sets none, as in the harness.
-FEWSHOT_SEED = 1234  # Seed for few-shot examples, as in the harness.
+DEFAULT_TOKENS = 256  # The harness's default of a completion's maximum.
+FEWSHOT_SEED = 1234  # The harness's default for choosing examples.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Request:
 
     instance: Any
     prompt: tuple[int, ...] = ()
-    sampling: Sampling | None = None  # None: score `parts`.
+    sampling: Sampling | None = None  # None: this request scores `parts`.
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids
 
     @property
@@ -59,11 +59,11 @@ class Rules:
     tokenizer: Any
     context: int
     max_tokens: int | None = None
-    limits: bool = False  # Whether `max_tokens` may only lower the task's maximum, not replace it.
+    limits: bool = False  # Whether a task's maximum applies if it is below `max_tokens`.
     temperature: float | None = None
     top_p: float | None = None
-    spread: float = 1.0  # Temperature of several completions per question, if the task is greedy.
-    template: bool | None = None  # None: a chat template only for sampled completions.
+    spread: float = 1.0  # Temperature for several completions per question, if the task samples greedily.
+    template: bool | None = None  # None: only sampled completions use the chat template.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()
 
@@ -73,7 +73,7 @@ class LoadedTask:
     name: str
     task: Any
     questions: tuple[Question, ...]
-    n: int | None  # Completions per question, judged one by one. None: judged together.
+    n: int | None  # Completions per question that are judged one by one. None: judged together.
     cut: int
 
     @property
@@ -116,7 +116,7 @@ class HarnessBenchmark:
 
 @contextlib.contextmanager
 def _as_the_harness() -> Iterator[None]:
-    """Context with the harness's default seeds and without its progress lines."""
+    """Run code with lm-evaluation-harness's default seeds, and without its progress lines."""
     logger = logging.getLogger("lm_eval")
     with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=[]), code_runs_apart():
         restored.callback(logger.setLevel, logger.level)
@@ -138,7 +138,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. The slow index of all the harness's tasks comes last."""
+    """Load a task, group or tag by its name or YAML file. The slow index of all tasks is searched last."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 
@@ -150,7 +150,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
         for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml"):
-            entry = TaskIndex.entry_from_path(file)  # A group needs the whole index.
+            entry = TaskIndex.entry_from_path(file)  # Groups need the index of all tasks.
             if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) and entry.name == name:
                 return own.load([str(file)])
         whole = _manager(include, True)
@@ -216,7 +216,7 @@ def _encoder(tokenizer: Any) -> Any:
         prefix_token_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            if add_special_tokens is None:  # The text may begin with the BOS token.
+            if add_special_tokens is None:  # No second BOS token for a text that begins with it.
                 add_special_tokens = not (tokenizer.bos_token and string.startswith(tokenizer.bos_token))
             ids: list[int] = tokenizer(string, add_special_tokens=add_special_tokens).input_ids
             return ids
@@ -230,14 +230,14 @@ def _encoder(tokenizer: Any) -> Any:
 
 
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
-    """Return a request as token ids, and whether it was cut off, as in the harness's models."""
+    """Return a request as token ids, and whether its beginning was cut off to fit the context."""
     kind, arguments = instance.request_type, instance.args
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)
         ids = encoder.tok_encode(arguments[0])
         room = max(rules.context - sampling.max_tokens, rules.context // 2)
         return Request(instance, tuple(ids[-room:]), sampling), len(ids) > room
-    room = rules.context - 1  # vLLM must sample at least one token.
+    room = rules.context - 1  # vLLM has to sample one token even for scoring.
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)
@@ -279,5 +279,5 @@ def stops(kwargs: dict[str, Any]) -> list[str]:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model reasons first. Stop strings may occur in the reasoning, so they only cut the answer."""
+    """Return whether the model reasons first. Stop strings, which reasoning may contain, then only cut the answer."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

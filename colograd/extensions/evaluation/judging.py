@@ -27,7 +27,7 @@ CODE_SECONDS = 20.0
 MEMORY = 4 * 2**30
 FILE_BYTES = 16 * 2**20
 ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)
-# Attributes with documents. A judge needs none, because each call brings its document.
+# A task's attributes with its data. A judge drops them, because each call brings its document.
 DOCUMENTS = ("dataset", "task_docs", "_training_docs", "_fewshot_docs", "_instances", "sampler", "fewshot_rnd")
 
 
@@ -41,12 +41,12 @@ class Judge:
 
     def __reduce__(self) -> Any:
         for name, module in [*sys.modules.items()]:
-            if name.startswith("/"):  # the harness's name of a module next to a task's YAML file
+            if name.startswith("/"):  # the harness names modules next to a task's YAML file by their path
                 cloudpickle.register_pickle_by_value(module)
         return _restored, (cloudpickle.dumps(self.task),)
 
     def __call__(self, instances: Sequence[Any], responses: Sequence[list[Any]]) -> dict[tuple[str, str], Any]:
-        """Return metrics by (metric, filter). ``responses``: per request texts or (log-probability, is greedy)."""
+        """Return (metric, filter) -> value. ``responses``: per request texts or (log-probability, is greedy)."""
         doc, self.task._instances = instances[0].doc, list(instances)
         for instance, of_one in zip(instances, responses, strict=True):
             instance.resps = list(of_one)
@@ -110,7 +110,7 @@ def run_python(program: str, seconds: float) -> bool:
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with the worker.
+            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the program dies with the worker.
 
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="colograd-code-", ignore_cleanup_errors=True) as folder:
@@ -137,6 +137,6 @@ def run_python(program: str, seconds: float) -> bool:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            if status not in ENDED_BY_SCHEDULER:  # A program that a scheduler's signal ended runs twice.
+            if status not in ENDED_BY_SCHEDULER:  # A program ended by a scheduler's signal runs once more.
                 break
         return end.is_file() and end.read_text(errors="replace") == token

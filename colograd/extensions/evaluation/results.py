@@ -38,11 +38,13 @@ class Estimate:
 
 @dataclass(slots=True)
 class Answer:
-    """An answered question. Ranks exchange the fields up to ``failed``."""
+    """An answered question. Ranks send each other only the fields up to ``failed``."""
 
     task: str
     row: int
-    verdicts: list[dict[Key, Any]] = field(default_factory=list)  # one per separately judged completion, or one
+    verdicts: list[dict[Key, Any]] = field(
+        default_factory=list
+    )  # one per completion that is judged alone, or one for all
     tokens: int = 0
     cut_off: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
@@ -79,7 +81,10 @@ class TaskResult:
         return next(iter(self.aggregates), None)
 
     def estimates(self) -> dict[str, Estimate]:
-        """Return ``accuracy`` (the primary metric) and ``pass@k`` for k = 2, 4, 8 ... up to n, where defined."""
+        """Return ``accuracy`` (the primary metric) and ``pass@k`` for k = 2, 4, 8 ... up to n.
+
+        Both are left out unless the primary metric is a mean of values from 0 to 1. ``pass@k`` needs values 0 and 1.
+        """
         key, n = self.primary, self.loaded.n or 1
         values = [] if key is None else self.values().get(key, [])
         if not values or not _are_numbers(values) or not all(0 <= each <= 1 for v in values for each in v):

@@ -26,7 +26,7 @@ from .judging import Judge
 from .results import Answer, SuiteResult, TaskResult
 from .specs import names_of
 
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM has to sample one token.
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # For scoring. vLLM has to sample one token.
 MOST_WORKERS = 8
 CHECK_SECONDS = 120.0
 
@@ -51,7 +51,7 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
 def take(
     benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
 ) -> tuple[SuiteResult, list[Answer]]:
-    """Answer and judge all questions. All ranks call it. Return all ranks' result, and this rank's answers."""
+    """Answer and judge all questions; all ranks must call. Return the result of all ranks, and this rank's answers."""
     started, mine = time.perf_counter(), host.config.layout
     with turn, on_all_ranks("the benchmark"):
         answers: list[Answer] = host.engine.on_engine_leader(
@@ -155,7 +155,7 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
 
 
 class RunBenchmark(HarnessBenchmark):
-    """A benchmark in a run's evaluations, in the place of a `PromptDataset`."""
+    """A benchmark that a run's evaluations use in place of a `PromptDataset`."""
 
     pool: WorkerPool | None = None
 

@@ -41,12 +41,12 @@ class TaskSpec:
 
 
 def names_of(texts: Sequence[str]) -> Mapping[str, str]:
-    """Return name in the log -> text. Raise if two tasks have one name."""
+    """Return task's name in metrics -> its text in the settings. Raise if two tasks share a name."""
     check_harness()
     names: dict[str, str] = {}
     for text in texts:
         TaskSpec.parse(text)
-        name = re.split(r"[\[@]", text)[0]  # Metrics have the user's name, e.g. `math500`.
+        name = re.split(r"[\[@]", text)[0]  # A renamed task keeps its former name in metrics: `eval_math500_accuracy`.
         name = Path(name).stem if name.endswith(YAML) else name
         if name in names:
             raise ValueError(f"The task {name!r} is named twice: name each task once.")

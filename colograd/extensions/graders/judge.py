@@ -24,7 +24,7 @@ QUESTION = (
     "<question>\n{prompt}\n</question>\n\n<answer>\n{completion}\n</answer>\n\n"
     "Reply with one integer from {low:g} (useless) to {high:g} (perfect), and nothing else."
 )
-PASSING = (408, 409, 429)  # Statuses below 500 after which a request is repeated.
+PASSING = (408, 409, 429)  # HTTP statuses below 500 that a repeated request may cure.
 LONGEST_WAIT = 60.0
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge")
 

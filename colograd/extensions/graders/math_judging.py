@@ -18,7 +18,7 @@ LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_ancho
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
 ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # Decimals to compare, as in math-verify and lighteval.
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
-MOST_DIGITS = 30  # Numbers with an exponent up to this size are written out.
+MOST_DIGITS = 30  # Larger exponents aren't written out, as 1e5 is to 100000.
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\{|\}")
 _JOINT = re.compile(r"(?:\s|\$|\\[()\[\]]|\\quad\b|,|;|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})+")
@@ -30,7 +30,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
-    # A gold answer without ``$`` is read as LaTeX first. With words ("the answer is 42") it is first read as it is.
+    # Solutions without ``$`` are read as LaTeX first. With words ("the answer is 42") they are first read as they are.
     final = _answer_in(gold.rpartition("####")[2].strip())
     ways = [final]
     if not _ANCHOR.search(final):
@@ -55,14 +55,14 @@ def _read(text: str, extraction: tuple[Any, ...], first: bool = False) -> list[A
 
 
 def _shown(parsed: list[Any]) -> str:
-    """Return the source text. Printing the expression would evaluate powers and might never end."""
+    """Return a parsed answer's source text. Printing its expression would evaluate powers and might never end."""
     return next((part for part in parsed if isinstance(part, str)), "[unparseable]")
 
 
 def _answer_in(text: str) -> str:
     r"""Return the last ``\boxed{}`` of a text, or the whole text, in a form that math-verify reads.
 
-    math-verify would also join boxes where the later one corrects the other."""
+    The last boxes are kept together if only commas or "and" join them. math-verify would also join corrections."""
     boxes: list[tuple[int, int, str]] = []
     opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
@@ -84,7 +84,7 @@ def _answer_in(text: str) -> str:
 
 
 def _readable(text: str) -> str:
-    r"""Return a text without a final full stop. math-verify can't read 1e-05 or \varnothing."""
+    r"""Return a text that math-verify can read: without a final full stop, 1e-05 or \varnothing."""
     text = re.sub(r"(?<!\\)[.\s]+\Z", "", text).replace(r"\varnothing", r"\emptyset")
 
     def without_exponent(number: re.Match[str]) -> str:

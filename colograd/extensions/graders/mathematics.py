@@ -17,7 +17,7 @@ from ...rewards.answers import Verdict, after_thinking, has_thought_apart, text_
 from ...usercode.worker_pool import Worker, WorkerCall
 
 LIMIT = 25.0  # Seconds for one answer. math-verify's own limits of 5 s almost always end it earlier.
-LOOK_SECONDS = 0.1  # Seconds of one wait. The caller can be interrupted between waits.
+LOOK_SECONDS = 0.1  # Seconds between looks for a result, so that Ctrl-C interrupts the caller.
 
 
 def accuracy_reward(
@@ -49,8 +49,8 @@ def reasoning_accuracy_reward(
     """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
 
     Args:
-        reasoning_delimiters: texts that may end the reasoning. The first one in the list that the completion has
-            counts, at its last occurrence. Default: ``</think>``."""
+        reasoning_delimiters: texts that end the reasoning, by default ``</think>``. The first one of the list that
+            the completion has counts, at its last place."""
     answers: list[str | None] = []
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
@@ -76,7 +76,7 @@ def math_answer_reward(
 
 
 def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text`` (None: the reasoning doesn't end). Late answers and crashes count as wrong."""
+    """Judge the answer in ``text`` (None: the reasoning doesn't end). After a crash or too long a time it is wrong."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
     if text is None:
@@ -97,7 +97,7 @@ def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the judging process and the thread that starts it. Linux kills a child with its thread."""
+    """Return the judging process, and the thread that starts it. The process would end with this thread."""
     from .math_judging import judge
 
     return Worker([cloudpickle.dumps(judge)]), ThreadPoolExecutor(1, "colograd-mathematics")

@@ -20,7 +20,7 @@ from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
-# Entries of `model_init_kwargs` for the policy only. The others apply to reward models, too.
+# Keys of `model_init_kwargs` that don't apply to reward models. All others do.
 POLICY_KWARGS = ("revision", "device_map")
 
 
@@ -99,7 +99,9 @@ class RewardModel(ModelReward):
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """Return tensors [rows, longest row], padded on the right."""
         padding = self._padding
-        if padding is None:  # transformers' classifiers read the last token that isn't padding.
+        if (
+            padding is None
+        ):  # Classifiers read the last token that isn't padding, so no row may contain the padding token.
             used = {token for ids in rows["input_ids"] for token in ids}
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:

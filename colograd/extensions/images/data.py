@@ -1,4 +1,4 @@
-"""From a dataset's row with images to the model's and the engine's inputs. The format of rows is TRL's."""
+"""Converts dataset rows with images, in TRL's format, into inputs of the model and of the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)
 
 
 class ImageReader:
-    """Converts rows with images into prompts. ``image_token`` is the id of tokens that features replace."""
+    """Converts rows with images into prompts. ``image_token``: id of the tokens that stand for image features."""
 
     def __init__(self, processor: Any, image_token: int, rows: int = 0) -> None:
         self.processor, self.image_token, self.rows = processor, image_token, rows
@@ -52,7 +52,7 @@ class ImageReader:
         return self.read(example, arguments, rules.where(row))
 
     def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Convert a row into its prompt. A cache serves steps that use a row again."""
+        """Convert a row into its prompt, or take the prompt from a cache of the latest rows."""
         made = self._latest.pop(row, None) or self.prompt(example, row, rules)
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
@@ -72,7 +72,7 @@ class ImageReader:
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
     ) -> ModelInput:
-        """Convert messages, with lists of parts as contents, and RGB images into a prompt. Raise any of `REFUSALS`."""
+        """Convert messages and RGB images into a prompt. Each message's content is a list of parts."""
         text, special = self._text(messages, arguments)
         engine_ids = self._placeholders(text, special, len(pictures))
         if not pictures:
@@ -90,7 +90,7 @@ class ImageReader:
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
-        """Rebuild recorded images. The processor computes the pixels again."""
+        """Rebuild the images of a record. A record has no pixel tensors, so the processor computes them again."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
@@ -103,7 +103,7 @@ class ImageReader:
         return with_images([*messages], (), where)
 
     def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
-        """Return a row's conversation with each image in its part, and whether a column had images."""
+        """Return a row's messages, with images in their image parts, and whether a column of the row had images."""
         of_columns = images_of(row, where)
         messages, images = with_images(row["prompt"], of_columns, where)
         waiting = iter(images)
@@ -113,18 +113,20 @@ class ImageReader:
 
     @property
     def placeholder(self) -> int:
-        """Id of the token that the chat template writes for an image. Gemma's differs from `image_token`."""
+        """Id of the token that the chat template writes for an image. It may differ from `image_token` (Gemma 3)."""
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
-        """Count a prompt's tokens from the sizes of its images. None means that the processor can't."""
+        """Count a prompt's tokens from its images' sizes. None: the processor can't count without processing."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
             placeholders = len(self._placeholders(text, special, len(pictures)))
             if not pictures:
                 return placeholders
-            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3
+            if whole := getattr(
+                self.processor, "full_image_sequence", ""
+            ):  # Gemma 3: all images have equally many tokens
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
             # vLLM calls this private method too, because processors have no public one.
@@ -136,7 +138,11 @@ class ImageReader:
             return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
-        """Count tokens from images' sizes, because a processor may need half a second per row. Check some rows."""
+        """Return each row's number of prompt tokens.
+
+        Images' sizes suffice for most processors, which may need half a second to process a row. Some rows are
+        processed as a check. If one of them differs, all rows are processed.
+        """
 
         def processed(row: int) -> int:
             return len(self.prompt(rows[row], row, rules).ids)
@@ -158,7 +164,7 @@ class ImageReader:
     def _counted(self, rows: Dataset, rules: PromptRules) -> list[int] | None:
         lengths, size = [], ROWS_PER_THREAD * cpu_threads()
         raw = rows.with_format(None)
-        raw.info.features = _undecoded(raw.features)  # images then come as bytes and paths
+        raw.info.features = _undecoded(raw.features)  # images then come undecoded, as bytes and paths
 
         def load(row: int) -> Row:
             example = raw[row]
@@ -183,7 +189,7 @@ class ImageReader:
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the text's token ids, with one placeholder for each of ``pictures`` images."""
+        """Return the text's token ids. Raise unless they have one image token for each of ``pictures`` images."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -211,7 +217,7 @@ def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[st
 
 
 class Unreadable(ValueError):
-    """Error with the row's name in its message."""
+    """Error about a row's images. Its message already names the row."""
 
 
 @contextlib.contextmanager
@@ -244,7 +250,7 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
-        image.load()  # raises the error of a truncated file
+        image.load()  # raises if the file is truncated
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             image = ImageOps.exif_transpose(image)
         return image if image.mode == "RGB" else image.convert("RGB")
@@ -256,7 +262,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Separate a conversation from its images. Parts ``{"type": "image"}`` mark the images' places in the messages."""
+    """Return a conversation's messages, and its images. Parts ``{"type": "image"}`` keep the images' places."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
@@ -293,7 +299,7 @@ def most_images(prompts: Prompts) -> int:
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return a prompt with images for the check of packed rows at start, or [] for a run without images."""
+    """Return one prompt with images, for the check of packed rows at start. []: a run without images."""
     if (reader := reader_of(policy)) is None:
         return []
     if most_images(prompts[0]):

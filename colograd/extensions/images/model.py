@@ -23,15 +23,15 @@ class Images(ModelFeature):
         window = getattr(text, "sliding_window", None)
         if see_both_ways(model_config) and window and tokens > window:
             raise ValueError(
-                f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: the tokens "
-                "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
+                f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: in vLLM the tokens "
+                "of a larger image don't all see each other. Choose a model of smaller images or a larger window."
             )
         given: dict[str, Any] = dict(wanted.config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
         part = int(given.get("long_prefill_token_threshold") or 0)
         if see_both_ways(model_config) and 0 < part < tokens:
             raise ValueError(
                 f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has {name} {tokens}, "
-                "and the engine must read these tokens in one step: raise or remove long_prefill_token_threshold."
+                "and the engine must read an image's tokens in one step: raise or remove long_prefill_token_threshold."
             )
         if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id != 0:
             raise ValueError(
@@ -85,7 +85,7 @@ class Images(ModelFeature):
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """Size of a trained vision tower."""
+    """Size of a trained vision tower, to estimate its activation memory."""
 
     shape: Shape
     patches: float  # patches per image token
@@ -100,7 +100,7 @@ class Tower:
             return None
         vision = config.vision_config
 
-        def size(*names: str) -> int:  # families name a size differently
+        def size(*names: str) -> int:  # model families have different names for a size
             return next((int(found) for name in names if (found := getattr(vision, name, None))), 0)
 
         hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1

@@ -1,4 +1,7 @@
-"""Images as data that travels with a rollout. Records hold only the images of tools and environments."""
+"""Images that travel with a rollout (a prompt and one completion).
+
+Records of rollouts hold only the images of tools and environments.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from ...riders import Media
 from ...rollout.record_file import read_table, table_bytes
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
-STAND_IN = 0  # a token that is no model's image placeholder
-PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # model inputs that mark the tokens of images
-ENVIRONMENTS = "environments"  # name of a rollout's column
+STAND_IN = 0  # Token id that is no model's image placeholder.
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # Model inputs that mark which tokens are of images.
+ENVIRONMENTS = "environments"  # Column of rollouts with environments.
 THUMBNAIL_PIXELS = 64
-COMPRESSION = 1  # PNG level: three times as fast as the default, for a tenth more bytes
+COMPRESSION = 1  # PNG's level 1 is three times as fast as its default, for a tenth more bytes.
 ROWS = pa.schema(
     [
         ("rollout", pa.int32()),
@@ -29,21 +32,21 @@ ROWS = pa.schema(
         ("digest", pa.string()),
         ("engine_ids", pa.list_(pa.int32())),
         ("places", pa.list_(pa.int32())),
-        ("files", pa.list_(pa.binary())),  # PNG; null: an earlier row with the same digest has them
+        ("files", pa.list_(pa.binary())),  # PNG files, or null if an earlier row has this digest
     ]
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images(Media):
-    """The processed images of a prompt or of a tool's answer. Completions of one row share its object."""
+    """Images of a prompt or of a tool's answer, processed for the model."""
 
-    digest: str  # digest of the images' sizes and pixels
-    engine_ids: tuple[int, ...]  # the engine's token ids: one placeholder per image
-    pictures: tuple[Any, ...]  # PIL images in RGB, empty on ranks that only train
-    inputs: Mapping[str, torch.Tensor]  # further inputs of the forward, on the host
-    places: tuple[int, ...]  # indices of the image tokens
-    placeholder: int = -1  # id of the placeholder token
+    digest: str  # Digest of the images' sizes and pixels.
+    engine_ids: tuple[int, ...]  # Token ids for the engine, with one placeholder per image.
+    pictures: tuple[Any, ...]  # PIL images in RGB. Empty on ranks that only train.
+    inputs: Mapping[str, torch.Tensor]  # The model's further inputs, such as pixels, in host memory.
+    places: tuple[int, ...]  # Indices of the image tokens among the token ids.
+    placeholder: int = -1  # Id of the placeholder token.
 
     MARK = b"PICTURES"
 
@@ -64,7 +67,10 @@ class Images(Media):
         return dataclasses.replace(self, places=tuple(tokens + place for place in self.places))
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
-        """Join the images of two turns. `STAND_IN` keeps the engine from inserting images at written placeholders."""
+        """Join the images of a prompt and of the tokens behind it.
+
+        In plain tokens `STAND_IN` replaces placeholders, where the engine would otherwise insert images.
+        """
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]
         engine_ids: list[int] = []
@@ -75,7 +81,7 @@ class Images(Media):
             digest="+".join(part.digest for part in both),
             engine_ids=tuple(engine_ids),
             pictures=tuple(picture for part in both for picture in part.pictures),
-            inputs={},  # the engine processes images itself
+            inputs={},  # not needed: the engine processes images itself
             places=tuple(place for part in both for place in part.places),
             placeholder=self.placeholder,
         )
@@ -85,7 +91,7 @@ class Images(Media):
         parts, files = (part for part in (self, *more) if isinstance(part, Images)), list[bytes]()
         for picture in [picture for part in parts for picture in part.pictures][:THUMBNAILS]:
             small, file = picture.copy(), io.BytesIO()
-            small.info.clear()  # a comment may be larger than the image
+            small.info.clear()  # a comment in the file may be larger than the image
             small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
             small.convert("RGB").save(file, "JPEG", quality=70)
             if file.tell() <= THUMBNAIL_BYTES:
@@ -107,7 +113,7 @@ class Images(Media):
             for in_prompt, images in (*prompts, *((False, part) for part in rollout.all(cls))):
                 files = [io.BytesIO() for _ in images.pictures]
                 for picture, file in zip(images.pictures, files, strict=True) if images.digest not in written else ():
-                    # PIL can't open a PNG with a colour profile of 1 MiB.
+                    # Without the colour profile: PIL can't open a PNG with a profile of 1 MiB.
                     picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
                 content = None if images.digest in written else [file.getvalue() for file in files]
                 written.add(images.digest)

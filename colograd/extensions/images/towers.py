@@ -1,4 +1,4 @@
-"""Images in the policy's forward: the tower's features replace the embeddings of the tokens at `Images.places`."""
+"""Images in the policy's forward: the vision tower's features replace the embeddings of image tokens."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
-# Attribute of FSDP models: all ranks gather the tower's weights, so the tower runs in every forward.
+# Attribute of FSDP models. All ranks gather the vision tower's weights, so it runs also without images.
 IN_EACH_FORWARD = "tower_in_each_forward"
-TOWER_NAME = "colograd_flash_tower"  # with "flash" in the name transformers passes all windows in one call
+TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call
 
 
 def see_both_ways(model_config: Any) -> str:
-    """Return which layers attend bidirectionally among an image's tokens: `all`, `window`, or "" for none."""
+    """Return which layers attend both ways among an image's tokens: `all`, `window` (sliding-window layers), or ""."""
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return the placeholders that transformers reads as padding. vLLM reads those without an image as tokens."""
+    """Return ids of media placeholders that transformers reads as padding. vLLM reads ids without media as tokens."""
     kinds = ("image", "video", "audio") if getattr(model_config, "model_type", None) == "gemma4" else ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in kinds)
     return tuple(int(token) for token in found if token is not None)
 
 
 def find_processors() -> None:
-    """Register Idefics3's image processor. transformers wrongly requires torchvision for it."""
+    """Register Idefics3's image processor without torchvision, which transformers wrongly requires."""
     import transformers
 
     name = "Idefics3ImageProcessorPil"
@@ -86,7 +86,7 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Compute the last hidden states (B, L, hidden) of padded rows. ``chains`` has each row's segments."""
+    """Compute the last hidden states (B, L, hidden) of padded rows. ``chains``: indices of each row's segments."""
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -113,7 +113,7 @@ def padded_hidden_states(
     return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
 
 
-Placed = Sequence[tuple[int, Images]]  # (offset, images), where `places` count from the offset
+Placed = Sequence[tuple[int, Images]]  # (index of the images' first input token, images): `places` count from there
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
@@ -123,7 +123,7 @@ def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Im
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the embeddings of ``ids`` (B, L) with features, and further arguments of the language model."""
+    """Return embeddings of ``ids`` (B, L) with image features, and further arguments of the language model."""
     embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
     more: dict[str, Any] = {}
     if getattr(decoder, "hidden_size_per_layer_input", None):  # Gemma 4
@@ -133,11 +133,11 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
             read = read.index_fill(0, places, decoder.config.pad_token_id)
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        if getattr(model, IN_EACH_FORWARD, False):  # all ranks gather the tower's weights
+        if getattr(model, IN_EACH_FORWARD, False):  # all ranks must gather the tower's weights
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more
-    times: dict[Images, list[torch.Tensor]] = {}  # images -> token indices, once per use
+    times: dict[Images, list[torch.Tensor]] = {}  # images -> their tokens' indices, for each use of the images
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
     features, deeper = _features(model, [*times])
@@ -165,7 +165,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 class _Beside(torch.autograd.Function):
-    """Identity of the first tensor. The others join the autograd graph with zero gradients."""
+    """Identity of the first tensor. The other tensors get zero gradients, so that their backward runs too."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _unseen_picture(config: Any) -> Images:
-    """Make the smallest image that the tower takes, in white. Some towers read black as padding."""
+    """Make inputs of a small white image. Some towers read black as padding."""
     vision = config.vision_config
     if hasattr(vision, "pooling_kernel_size"):
         axis = torch.arange(vision.pooling_kernel_size)
@@ -204,7 +204,7 @@ def _unseen_picture(config: Any) -> Images:
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute the features (F, hidden) of several images, and features for the language model's layers."""
+    """Compute features (image tokens, hidden). Some towers also give features for layers of the language model."""
     body = _body(model)
     taken = inspect.signature(body.get_image_features).parameters
     given = {name for of in images for name in of.inputs if name in taken}
@@ -221,7 +221,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Concatenate an image input of several prompts, padded to one size. ``tiled`` inputs are (1, tiles, ...)."""
+    """Concatenate one model input of several prompts, padded to one size. ``tiled`` inputs are (1, tiles, ...)."""
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad
@@ -281,12 +281,12 @@ class ImageStep(ForwardStep):
         return rows.packed(padded_hidden_states(model, batch, ids, rows.mask, rows.chains))
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Return the attention of the language model, and another one for the tower's images."""
+        """Return the attention for the language model, and for the vision tower if the model has one."""
         if not takes_images(model.config):
             return name
         tower = name
         if name not in ("eager", "sdpa"):
-            # With windows (`cu_seqlens`) transformers would wait in each layer for lengths from the GPU.
+            # With attention windows (`cu_seqlens`) transformers would wait in each layer for lengths from the GPU.
             layers = tower_layers(model)
             windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
             tower = TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
@@ -304,7 +304,7 @@ class ImageStep(ForwardStep):
         }
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether transformers would read a sampled token as an image or as padding."""
+        """Return whether transformers would read a token as an image or as padding, though it has no image."""
         if hidden := hidden_tokens(model.config):
             places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
             places |= {place for image in part.images for place in image.places}
@@ -326,7 +326,7 @@ def tower_attention(
     attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | torch.Tensor | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute attention (1, T, H, D) within windows. ``cu_seq_lens_q`` has the number of patches before each window."""
+    """Compute attention (1, T, H, D) within windows. ``cu_seq_lens_q``: the windows' borders, from 0."""
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     for name in ("cu_seq_lens_k", "max_length_k"):
         options.pop(name, None)

@@ -84,7 +84,7 @@ class Candidates:
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
         counts = kept.counts.long()
-        self.ends = [0, *counts.cumsum(0).tolist()]  # In host memory, so that no tile waits for the device.
+        self.ends = [0, *counts.cumsum(0).tolist()]  # In host memory, so that slicing doesn't wait for the GPU.
         self.ids = to_device_async(kept.ids.long() - first, device)
         self.labels = to_device_async(torch.arange(len(counts)).repeat_interleave(counts), device)
         self.all = to_device_async(counts == 0, device)

@@ -1,4 +1,7 @@
-"""Rules over a run's logged metrics. An alarm ends when its rule has found nothing for more than `QUIET` steps."""
+"""Advisor: rules that look for known problems in a run's logged metrics, and raise alarms.
+
+An alarm ends when its rule has found nothing for more than `QUIET` steps.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ class Finding(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """Data for the rules, oldest first."""
+    """Input of the advisor's rules: a run's logged metrics, evaluation rewards and sampling, oldest first."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=STEPS_IN_MEMORY))
     first: list[Mapping[str, float]] = field(default_factory=list)
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # (step, reward) of all steps
-    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # name -> [(step, reward)]
-    # Step -> number of preempted sequences, and whether many sequences waited for room in the KV cache.
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    # Step -> (sequences that the engine preempted, whether many sequences waited for room in a full KV cache).
     rollouts: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -64,14 +67,19 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float:
-        """Return the mean over the last `WINDOW` steps, or NaN, which fails all comparisons, for fewer than `LEAST`
-        values."""
+        """Return a metric's mean over the last `WINDOW` logged steps.
+
+        With fewer than `LEAST` values it is NaN, and comparisons such as `>=` are false.
+        """
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
 
     @property
     def is_solved(self) -> bool:
-        """Whether the reward rose near `pass_threshold_eval`. Low entropy and equal rewards are then no problem."""
+        """Whether the mean reward has risen, and is near or above the setting `pass_threshold_eval`.
+
+        Rules then accept low entropy and equal rewards.
+        """
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
         passes = _is_number(wanted) and now >= wanted - 0.1 * abs(wanted)
         return passes and now - self.at_first("reward") >= 0.5 * self.at_first("reward_std") > 0
@@ -92,7 +100,9 @@ def _mean(values: Sequence[float]) -> float:
 
 def no_reward_difference(history: History) -> Finding | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
-    if not share >= 0.7 or history.is_solved or history.last("teacher_kl"):  # a teacher gives each token a signal
+    if (
+        not share >= 0.7 or history.is_solved or history.last("teacher_kl")
+    ):  # a teacher trains also without reward differences
         return None
     shown = "" if math.isnan(reward) else f", at a mean reward of {reward:.3g}"
     return Finding(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
@@ -188,7 +198,7 @@ def entropy_collapse(history: History) -> Finding | None:
 
 def gradient_spike(history: History) -> Finding | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
-    before = [norm for norm in before if norm > 0]  # the gradient may be 0 in a step without reward differences
+    before = [norm for norm in before if norm > 0]  # zeros, of steps without reward differences, would lower the median
     limit = history.settings.get("max_grad_norm")
     if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
         return None
@@ -200,10 +210,10 @@ def gradient_spike(history: History) -> Finding | None:
 def sampler_trainer_gap(history: History) -> Finding | None:
     name = "sampling/sampling_logp_difference/mean"
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
-        return None  # top_p, for example, renormalises probabilities, which causes a difference
+        return None  # settings such as top_p change the sampler's probabilities, so a difference is expected
     before, now = history.at_first(name), history.recently(name)
     share, old = (history.recently(f"carry_over/{old}") for old in ("old_tokens_share", "old_logp_difference"))
-    if not math.isnan(share * old):  # subtract the part of old tokens, because rule `stale_tokens` judges them
+    if not math.isnan(share * old):  # leave out tokens of older weights, which rule `stale_tokens` judges
         now = max(now - share * old, 0.0) / max(1 - share, 0.1)
     grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
     if not now > 0.1 and not grown:
@@ -260,7 +270,7 @@ def engine_waits(history: History) -> Finding | None:
     return None
 
 
-# Rule -> texts: ``when`` it raises an alarm (for the documentation), ``why``, ``remedy`` (with settings), ``source``.
+# Rule's name -> its texts: ``when`` (its condition, for the documentation), ``why``, ``remedy``, ``source`` (a URL).
 TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
 RULES: dict[str, Callable[[History], Finding | None]] = {name: globals()[name.replace("-", "_")] for name in TEXTS}
 
@@ -268,10 +278,10 @@ RULES: dict[str, Callable[[History], Finding | None]] = {name: globals()[name.re
 class Advisor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
-        self._last_finding: dict[str, int] = {}  # rule with an alarm -> step
+        self._last_finding: dict[str, int] = {}  # rule with a present alarm -> last step of its problem
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Restore the state of step ``last``, so that a resumed run raises no alarm twice."""
+        """Read a run's events up to step ``last``, so that the resumed run doesn't repeat present alarms."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -286,7 +296,7 @@ class Advisor:
                 self._last_finding.pop(str(name), None)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
-        """Add the metrics of a step. Return new alarms, and the names of rules with ended alarms."""
+        """Add a step's metrics. Return the new alarms, and the names of rules with ended alarms."""
         self.history.add(step, metrics)
         begin, end = [], []
         for name, find in RULES.items():
@@ -305,7 +315,7 @@ class Advisor:
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """Insert each setting's present value behind its first mention in a remedy. Lists and dicts are left out."""
+    """Write a setting's value behind its first mention in a remedy, unless the value is a list or a dict."""
     for name in dict.fromkeys(re.findall(r"`(\w+)`", remedy)):
         value = settings.get(name, [])
         if not isinstance(value, dict | list):

@@ -18,7 +18,7 @@ from .completions import FOLDER, IMAGES, TEXT, CompletionRow, chosen_rows, colum
 from .group_views import as_utf8, completion_rows
 from .trackers import Spare, Trackers
 
-UPLOAD_MINUTES = 2  # as in TRL
+UPLOAD_MINUTES = 2  # time between uploads to the Hub, as in TRL
 PROBLEM = "log_completions: some completions can't be logged"
 
 
@@ -34,7 +34,7 @@ class CompletionLog:
         self._spare = Spare(warn)
         self.config, self.names, self.images = config, list(reward_names), images and config.log_multimodal
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
-        self._texts: dict[int, list[bytes]] = {}  # texts in UTF-8 by the group's position
+        self._texts: dict[int, list[bytes]] = {}  # a group's position -> its completions in UTF-8
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
             from huggingface_hub import CommitScheduler
@@ -46,13 +46,13 @@ class CompletionLog:
             self._uploads = CommitScheduler(folder_path=folder, every=UPLOAD_MINUTES, **hub)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Store texts that were decoded for the rewards, because decoding is the slowest part of logging."""
+        """Keep the completions' texts that rewards read. Decoding them again would be the slowest part of logging."""
         self._texts |= {group.position: as_utf8(of_group) for group, of_group in zip(groups, texts, strict=True)}
 
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
     ) -> None:
-        """Log the completions of steps. All ranks must call."""
+        """Log the completions of optimizer steps. All ranks must call, because the main one gathers the rows."""
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
@@ -73,7 +73,7 @@ class CompletionLog:
         name: str,
         reward_names: Sequence[str] | None = None,
     ) -> None:
-        """Log an evaluation's completions. All ranks must call."""
+        """Log an evaluation's completions. All ranks must call, because the main one gathers the rows."""
         names, step = self.names if reward_names is None else reward_names, state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()
@@ -96,7 +96,7 @@ class CompletionLog:
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
     ) -> list[CompletionRow]:
         own: list[CompletionRow] = []
-        with self._spare(PROBLEM):  # all ranks must reach `gather`
+        with self._spare(PROBLEM):  # after an error, too, this rank must call `gather`: the others wait there
             texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
             own = completion_rows(groups, texts, step, self.images)
         return sorted((row for part in gather(own) for row in part), key=lambda row: row.position)

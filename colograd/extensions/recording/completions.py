@@ -32,24 +32,24 @@ TEXT = "completion"
 FIXED = (
     "step", "position", "prompt", TEXT, "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
 )  # fmt: skip
-IMAGES = "image"  # thumbnails, in the form of `datasets.Image`
+IMAGES = "image"  # column of thumbnails, as a list of `datasets.Image`
 SIZES = "image_size"
 NAMES_KEY = b"colograd.reward_names"
 EXTRA_KEY = b"colograd.extra_names"
 IMAGES_KEY = b"colograd.images"
 IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-# `datasets` and the Hub's viewer read this metadata.
+# File metadata that tell `datasets` and the Hub's viewer that the column has images.
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
-ROWS = 256  # Rows per write. Parquet stores equal thumbnails among these rows once.
-PACKING = 4096  # Largest ratio of unpacked rows to their file's size, beyond 64 MiB.
+ROWS = 256  # Rows per write to a file.
+PACKING = 4096  # In memory, rows may take at most so many times their file's size, plus 64 MiB.
 ROW_OBJECT_BYTES = 2048
 HEADER_LIST = 100_000
 DEFAULT_WIDTH = 120
 TEXT_LINES = 6
 EXTRA_CHARACTERS = 60
-# A model's text must not control the terminal.
+# Control characters to replace: a model's text must not control the terminal.
 _CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
-# Errors of reading a bad file, in addition to Arrow's.
+# Errors that reading a damaged file may raise, besides Arrow's.
 NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -61,18 +61,18 @@ def data_url(file: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # Optimizer step that trains on the completion, or the last step before the evaluation.
-    position: int  # Number of the group in the stream of prompts.
+    step: int  # Optimizer step that trains the completion, or an evaluation's last step before it.
+    position: int  # Position of the completion's prompt in the run's stream of prompts.
     prompt: Any
     text: bytes  # UTF-8, because one rare character makes a Python string four times as large.
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
-    rewards: tuple[float, ...]  # [R], NaN where a reward function abstained.
-    advantage: float  # Mean over the tokens if each token has an advantage. NaN in an evaluation.
+    rewards: tuple[float, ...]  # One per reward function. NaN: the function abstained.
+    advantage: float  # If each token has its own advantage, their mean. NaN in an evaluation.
     extra: dict[str, Any] = field(default_factory=dict)
-    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images
-    sizes: tuple[str, ...] = ()  # sizes of all images of the prompt, such as "640x480"
+    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images.
+    sizes: tuple[str, ...] = ()  # Sizes of all images of the prompt, such as "640x480".
 
     @property
     def completion(self) -> str:
@@ -86,14 +86,14 @@ def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
 def column_names(
     reward_names: Sequence[str], extra: Sequence[str], images: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return the column names of rewards and logged values. A name that is in use gets a prefix."""
+    """Return the columns of rewards, and of extra values that rewards logged. Names of other columns get a prefix."""
     taken = (*FIXED, IMAGES, SIZES) if images else FIXED
     rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
     return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: bool = False) -> dict[str, list[Any]]:
-    """Return the rows as lists by column, without thumbnails. Completions are UTF-8 bytes."""
+    """Return column -> its values, one per row. Thumbnails are left out, and completions are UTF-8 bytes."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     found["prompt"] = _storable(found["prompt"], functools.partial(json.dumps, default=str))
     if images:
@@ -106,11 +106,11 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: 
 
 
 def _storable(values: list[Any], text: Callable[[Any], str] = str) -> list[Any]:
-    """Return the values, or their texts if parquet can't write the values."""
+    """Return the values, or their texts if one Parquet column can't hold the values."""
     try:
         values = [clean(value) for value in values]
         pq.write_table(pa.table({"values": values}), pa.BufferOutputStream())
-    except Exception:  # Arrow and values of unknown types raise many kinds of errors
+    except Exception:  # values of unknown types raise many kinds of errors
         return [None if value is None else clean(text(value)) for value in values]
     return values
 
@@ -137,7 +137,9 @@ def write_log(
     schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE)) if images else table.schema
     try:
         with pq.ParquetWriter(aside, schema, write_page_checksum=True) as file:
-            for first in range(0, max(len(rows), 1), ROWS):  # Arrow repeats thumbnails per row in memory
+            for first in range(
+                0, max(len(rows), 1), ROWS
+            ):  # few rows at a time, because Arrow repeats equal thumbnails in memory
                 part = table.slice(first, ROWS)
                 if images:
                     chosen = rows[first : first + ROWS]
@@ -152,7 +154,7 @@ def write_log(
 
 
 class CompletionFile:
-    """File of Colograd's or TRL's completions. Its ``size`` limits the memory that reading may take."""
+    """Reader of Colograd's or TRL's completion files. The file's ``size`` in bytes limits the memory for rows."""
 
     def __init__(self, source: Path | BinaryIO, size: int) -> None:
         self._file = pq.ParquetFile(source, thrift_container_size_limit=HEADER_LIST, page_checksum_verification=True)
@@ -163,12 +165,12 @@ class CompletionFile:
         self._most_bytes = min(PACKING * size + 2**26, psutil.virtual_memory().available // 2)
 
     def rows(self, pictures: bool) -> Iterator[tuple[dict[str, Any], list[Any], dict[str, Any]]]:
-        """Yield each row as a dict by column, its rewards, and its logged values."""
+        """Yield each row as a dict by column, with its rewards, and with extra values that rewards logged."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
-            raise ValueError("the file's header claims more content than a file of this size can hold")
-        if "dictionary<" in str(schema.types):  # Unpacking could make such a column arbitrarily large.
+            raise ValueError("the file's header claims more bytes of rows than its size or the free memory allow")
+        if "dictionary<" in str(schema.types):  # A few bytes of a dictionary type can unpack to any size.
             raise TypeError("a column has a dictionary type, which no completions log has")
         read = [name for name in schema.names if name != IMAGES] if self.has_images and not pictures else None
         for batch in self._file.iter_batches(batch_size=ROWS, columns=read, use_threads=False):
@@ -264,7 +266,7 @@ def print_table(
     unique_prompts: bool,
     width: int | None = None,
 ) -> None:
-    """Print the table as wide as the terminal, also if a pager reads standard output."""
+    """Print rows as a table. By default it is as wide as the terminal, also if a pager reads standard output."""
     terminal, buffer = sys.stdout.isatty(), io.StringIO()
     width = width or (Console().width if terminal or sys.stderr.isatty() else DEFAULT_WIDTH)
     table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
@@ -273,7 +275,7 @@ def print_table(
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
-    """Return at most ``limit`` rows in their order. First completions of groups are chosen before second ones."""
+    """Return at most ``limit`` rows in their order. Each group's first completion is chosen before any second one."""
     counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
     by_turn = sorted((next(counters[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]

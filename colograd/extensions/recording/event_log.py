@@ -1,4 +1,7 @@
-"""Files of a run's record, which another process may read while they grow. If a write fails, the run goes on."""
+"""Files with the data of a run's report. Other processes may read them while they grow.
+
+If a write fails (the disk is full, for example), the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import numpy as np
 
 from ...rollout.record_file import Record, RecordFile
 
-FOLDER = "_report"  # transformers doesn't push this name to the Hub
+FOLDER = "_report"  # transformers doesn't push names that begin with _ to the Hub
 EVENTS = "events.jsonl"
 SAMPLES = "samples.records"
 BINS = 20
@@ -35,8 +38,8 @@ class EventLog:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._events = open(self.folder / EVENTS, "ab", buffering=0)  # noqa: SIM115 - until `close`
                 if self._events.tell():
-                    self._events.write(b"\n")  # ends an incomplete line of a killed run
-            if self._events.write(line) != len(line):  # a full disk may take a part of the line
+                    self._events.write(b"\n")  # A killed run may have left an incomplete line.
+            if self._events.write(line) != len(line):  # A full disk takes only a part of the line.
                 raise OSError("the disk has no room for a whole line")
 
     def samples(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
@@ -83,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]:
-    """Return ``edges`` [n + 1] and ``counts`` [n] of the finite values."""
+    """Return a histogram of the finite values: ``edges`` [n + 1] and ``counts`` [n], or both empty."""
     finite = np.asarray([value for value in values if math.isfinite(value)], dtype=np.float64)
     if not finite.size:
         return {"edges": [], "counts": []}
@@ -92,7 +95,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return a run's events in order. Events that a resumed run replaced are left out."""
+    """Return a run's events in order. If it was resumed at a step, older events of later steps are left out."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
         for line in file:
@@ -111,7 +114,7 @@ def prompt_beginning(prompt: Any) -> str:
 
 
 def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
-    """Return the text of a prompt's last user message. Images appear as "[image 32x32]"."""
+    """Return a text prompt, or the text of the last user message. Images appear as "[image 32x32]"."""
     if not isinstance(prompt, list):
         return str(prompt)
     messages = [message for message in prompt if isinstance(message, dict)] or [{}]
@@ -120,7 +123,7 @@ def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
     contents = [message.get("content") for message in messages]
     parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
     if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
-        before = "".join(marks)  # TRL puts images without parts before the only user message
+        before = "".join(marks)  # as in TRL: without image parts, images come first in the only user message
     texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
     return before + texts[users[-1] if users else -1]
 

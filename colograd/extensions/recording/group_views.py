@@ -1,4 +1,4 @@
-"""Rows of the completions log, and the report's data per token, from scored groups."""
+"""From scored groups (prompts' completions with rewards): rows of the completions log, and the report's tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...data.messages import text_of
 from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
-MOST_TOKENS, LEAST_TOKENS = 4096, 256  # shown tokens of a completion that has so many
-STEP_TOKENS = 32_768  # approximate number of shown tokens of a step
+MOST_TOKENS, LEAST_TOKENS = 4096, 256  # Bounds of a completion's tokens in the report.
+STEP_TOKENS = 32_768  # Tokens of a step in the report, roughly.
 LEFT_OUT_IF_EMPTY = ("images", "messages", "session", "cut")
 
 
@@ -24,7 +24,7 @@ def _prompt(group: Group) -> Any:
 
 
 def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
-    """Return each completion's advantage, shape () or one per token [C]."""
+    """Return each completion's advantage: a scalar, or [C] with one per token."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     per_token = len(scored.advantages) != len(lengths)
     return list(scored.advantages.split(lengths) if per_token else scored.advantages)
@@ -37,7 +37,7 @@ def as_utf8(texts: Sequence[str]) -> list[bytes]:
 def completion_rows(
     groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
 ) -> list[CompletionRow]:
-    rows, small = [], dict[str, tuple[bytes, ...]]()  # thumbnails by digest
+    rows, small = [], dict[str, tuple[bytes, ...]]()  # digest of a prompt's images -> thumbnails
     for scored, of_group in zip(groups, texts, strict=True):
         prompt, advantages = _prompt(scored.group), _advantages(scored)
         for i, (rollout, text) in enumerate(zip(scored.group.rollouts, of_group, strict=True)):
@@ -61,7 +61,7 @@ class TokenTexts:
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         for token in {*ids} - self._known.keys():
-            # Some tokenizers drop a space at a text's start, so the token is decoded behind itself.
+            # Some tokenizers drop a space at a text's start. So the text of the second of two equal tokens is taken.
             self._known[token] = self._decode([token, token])[len(self._decode([token])) :] or f"<{token}>"
         return [self._known[token] for token in ids]
 
@@ -74,7 +74,7 @@ def shown_completions(
     token_texts: TokenTexts,
     mask_truncated: bool,
 ) -> list[dict[str, Any]]:
-    """Return the completions of groups as dicts for the report. ``trainer`` has the trainer's log-probabilities [C]."""
+    """Return the groups' completions as dicts for the report. ``trainer``: the trainer's log-probabilities [C] each."""
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
     most = min(MOST_TOKENS, max(LEAST_TOKENS, STEP_TOKENS // max(completions, 1)))
     shown = []
@@ -120,10 +120,10 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose groups alternately by the spread of rewards and by the difference of log-probabilities."""
+    """Choose groups in turn by the widest spread of rewards, and by the largest gap of trainer and sampler."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
-    differences = []  # mean |trainer - sampler| log-probability of sampled tokens
+    differences = []  # per group: mean of |trainer's - sampler's log-probability| over sampled tokens
     for scored, _ in groups:
         pairs = zip(scored.group.rollout_ids, scored.group.rollouts, strict=True)
         apart = [(trainer[i] - r.sampler_logprobs)[r.sampled].abs() for i, r in pairs if i in trainer]

@@ -32,7 +32,7 @@ SETTINGS = (
 )  # fmt: skip
 TEACHER_SETTINGS = ("distillation_kl", "distillation_weight")
 _ACCURACY = re.compile(r"eval_(.+)_accuracy")
-# Settings that the values of a quantised base depend on.
+# Settings of `BitsAndBytesConfig` that change the values of a quantised base model.
 QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
@@ -51,7 +51,7 @@ def write_card(folder: Path, *, run: Any) -> Path:
     rows = [(str(point["step"]), *(_cell(point.get(key)) for key in columns)) for point in points]
     if len(rows) > 2 * FIRST_AND_LAST_ROWS:
         rows[FIRST_AND_LAST_ROWS:-FIRST_AND_LAST_ROWS] = [("…", *("" for _ in columns))]
-    exams = {}  # rows by benchmark: name, step of the last evaluation, accuracy ± half of the 95 % interval
+    exams = {}  # benchmark -> (name, step of its last evaluation, accuracy ± half of its 95 % interval)
     for entry in run.history:
         for key, value in entry.items():
             if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
@@ -59,7 +59,7 @@ def write_card(folder: Path, *, run: Any) -> Path:
                 exams[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
     known = _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model)
     own = [*TAGS, *(REWARD_TAGS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
-    matter = hub.ModelCardData(  # leaves out None and repeated tags
+    matter = hub.ModelCardData(  # `ModelCardData` leaves out None and repeated tags
         library_name="peft" if run.adapter_rank else "transformers",
         model_name=run.model_name,
         base_model=run.base_model if known else None,
@@ -110,7 +110,7 @@ def license_of(base: str) -> str:
 
 
 def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a quantised base's precision, and its arguments of `BitsAndBytesConfig` as code."""
+    """Return a quantised base model's precision, and its arguments for `BitsAndBytesConfig` as code."""
     if not settings.get("load_in_4bit"):
         return "int8 (8 bits, bitsandbytes)", "load_in_8bit=True"
     arguments: dict[str, Any] = {"load_in_4bit": True}
@@ -124,7 +124,7 @@ def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
 def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
     points = _points(history, "reward")
     try:
-        # pyplot would change the backend and the figures of a notebook.
+        # Without pyplot, which would change the backend and the figures of a notebook.
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
@@ -152,7 +152,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the log entries with a finite ``key`` by step. The last entry of a step counts."""
+    """Return the log entries with a finite value of ``key``, sorted by step. The last entry of a step counts."""
     points = {
         entry["step"]: entry
         for entry in history
@@ -203,7 +203,7 @@ def write_card_of(
         settings=settings,
         history=trainer.state.log_history,
         hub_model_id=args.hub_model_id,
-        adapter_rank=adapter.rank if adapter else 0,  # 0: the whole model is saved
+        adapter_rank=adapter.rank if adapter else 0,  # 0: a run without LoRA
         quantization=quantization and quantization.settings,
         images=policy.processor is not None,
         base_dtype=str(trainer.model.dtype).removeprefix("torch."),

@@ -44,24 +44,22 @@ class Recorder(NoRecord):
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
-        self.records: bool = self.args.report  # False after an error of recording
+        self.records: bool = self.args.report  # setting `report`, but False after an error that ended the recording
         self.writes = self.records and is_main
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
         self._next_step = 0
-        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # sampled groups by step, until training
-        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = (
-            None  # None for a step that the report won't show
-        )
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Optimizer step -> groups not yet trained.
+        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = None  # None: none are kept.
         self._early_logprobs: list[tuple[MicroBatch, torch.Tensor]] = []
-        self._step: dict[str, float] = {}  # FLOPs and learning rate of this step
+        self._step: dict[str, float] = {}  # FLOPs and learning rate of the present step
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
         self._token_texts: TokenTexts
         self._advisor = Advisor({})
-        self._printed: set[str] = set()  # rules whose alarms were printed
+        self._printed: set[str] = set()  # rules with a printed alarm
         self._recorded_prompts: set[str] = set()
 
     @contextlib.contextmanager
@@ -69,7 +67,7 @@ class Recorder(NoRecord):
         """Protect the run from errors of recording. An error other than OSError ends the recording."""
         try:
             yield
-        except OSError as error:  # the disk may have room again
+        except OSError as error:  # go on: the disk may have room again later
             self.file.warn(error)
         except Exception as error:
             self.records = self.writes = self._is_open = False
@@ -283,7 +281,7 @@ def recorder_of(trainer: Any) -> Recorder | None:
 
 
 def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:
-    """Return each completion's log-probabilities [C] on the host, by one transfer."""
+    """Return each completion's log-probabilities [C] in host memory, with one transfer for all."""
     if not kept:
         return {}
     values = torch.cat([logprobs.float() for _, logprobs in kept]).cpu()
@@ -292,7 +290,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
-    """Return a group's row in an event. `Recorder.sampled` drops a text that is recorded already."""
+    """Return a group's row in event "groups". `Recorder.sampled` may drop its last value, the prompt's text."""
     group, totals, size = scored.group, combine(scored.rewards.clone()), len(scored.group.rollouts)
     truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)

@@ -1,4 +1,4 @@
-"""Record of the sampling on one rank. Its event has a bounded size, however long the sampling took."""
+"""Timeline of one rank's sampling, for the report. Long timelines are thinned out to keep the event small."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Timeline:
             self._looks.append((time.perf_counter() - self._began, load))
 
     def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
-        """Record a call, from any thread. ``count`` are completions of a reward call, or tokens of early training."""
+        """Record a call of a reward or a tool, or training during the sampling. Any thread may call.
+
+        ``count`` is a number of completions for rewards, and of tokens for training.
+        """
         if self._sampling or kind == "trained":
             self._calls[kind].append((name, started - self._began, ended - self._began, count))
 
@@ -65,7 +68,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the time after which fewer than half of the largest number of sequences ran."""
+    """Return the time in seconds after which fewer than half of the largest number of sequences ran."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None
@@ -76,7 +79,7 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 def merged(
     calls: Sequence[tuple[str, float, float, int]], most: int = MOST_CALLS
 ) -> list[tuple[str, float, float, int]]:
-    """Sort calls by start. Neighbours of one name are merged if there are more than ``most`` calls."""
+    """Return the calls by start time. If there are more than ``most``, successive calls of one name are merged."""
     of_names: dict[str, list[tuple[str, float, float, int]]] = {}
     for call in sorted(calls, key=lambda call: call[1]):
         of_names.setdefault(call[0], []).append(call)

@@ -1,4 +1,4 @@
-"""Tables, histograms and alarms for trackers. They join the step of the metrics that transformers' callbacks send."""
+"""Tables, histograms and alarms for trackers (W&B, trackio, TensorBoard)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
-# A tracker's errors after its start don't end the run.
+# In these methods of trackers' callbacks an error becomes a warning. Errors at a tracker's start end the run.
 EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
 
 
 class Spare:
-    """Makes context managers that turn an exception into a warning. Only the first exception gives one."""
+    """Makes context managers that swallow exceptions. Only the first exception causes a warning."""
 
     def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
         self._warn, self._told = warn, False
@@ -60,7 +60,7 @@ class Trackers:
     def flush(self) -> None:
         def send(name: str, trackio: Any) -> None:
             data, self._for_trackio = self._for_trackio, {}
-            following = getattr(_current_run(trackio), "_next_step", None)  # private in trackio
+            following = getattr(_current_run(trackio), "_next_step", None)  # a private attribute of trackio's run
             trackio.log(data, step=None if following is None else max(following - 1, 0))
 
         if self._for_trackio:
@@ -69,7 +69,7 @@ class Trackers:
     def table(
         self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
     ) -> None:
-        """Send a table. ``pictures`` has a list of image files per row."""
+        """Send a table to W&B and trackio. ``pictures``: column -> a list of image files per row."""
         import pandas as pd
         from PIL import Image
 

@@ -4,7 +4,7 @@ FLOPs = 6 x the layers' matrices (4 x if frozen) x tokens of packed rows
       + 6 x the head's matrix (4 x if frozen) x predicted tokens
       + 12 x layers x heads x head size x pairs of a query and a key that the query attends to
 
-Repeated work, norms and the optimizer aren't counted. Attention windows count as full attention.
+Recomputed activations, norms and the optimizer aren't counted. Sliding-window attention counts as full attention.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ...policy.lora import unwrap
 from ...runtime import cpu_products
 from ...runtime.sizes import num_experts
 
-# FLOP/s of dense bfloat16 products, from data sheets. A device's name has all words of its entry.
+# Words of a device's name -> FLOP/s of its dense bfloat16 matrix products, from data sheets.
 PEAKS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
 }  # fmt: skip
-SECONDS = 0.2  # of a measurement
-SIZES = {"cpu": 1024, "cuda": 4096}  # of the multiplied square matrices
+SECONDS = 0.2  # Time to measure the peak of a device that has no entry in `PEAKS`.
+SIZES = {"cpu": 1024, "cuda": 4096}  # Sides of the square matrices that the measurement multiplies.
 
 
 def peak_of(device: str) -> float | None:
@@ -41,7 +41,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
     if device.type == "cpu" and dtype == torch.bfloat16 and cpu_products.wanted():
-        dtype = torch.float32  # as Colograd multiplies on such CPUs
+        dtype = torch.float32  # Colograd, too, multiplies in float32 on such CPUs
     size = SIZES.get(device.type, 1024)
     factor = torch.ones(size, size, device=device, dtype=dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -79,12 +79,12 @@ class Matrices:
     trained: int
     frozen: int
     head: int
-    attention: int  # multiplications per pair: layers x heads x head size
+    attention: int  # layers x heads x head size: multiplications of a query with a key
     head_is_trained: bool = True
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Return None for a mixture of experts, because a token uses only some of the matrices."""
+        """Count a model's matrices. None: a mixture of experts, where a token uses only some of the matrices."""
         base = unwrap(model)
         if num_experts(base.config):
             return None
@@ -93,7 +93,7 @@ class Matrices:
         trained = sum(p.numel() for p in inside if p.requires_grad)
         shape = Shape.of(base.config)
         frozen = sum(p.numel() for p in inside) - trained
-        parts = parts_of(base)  # with tensor parallelism a rank has only a part of `shape`'s heads
+        parts = parts_of(base)  # a tensor-parallel rank has only a part of the heads
         queries = shape.queries if parts is None else shape.queries // parts.engine.size
         return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
 
