@@ -22,7 +22,7 @@ LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 # Names of metrics that `evaluate` can only compute with a forward of the policy.
 OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
-# Training ignores these names, which transformers knows.
+# Values of `attn_implementation` may begin with these names, which transformers knows. Other values are refused.
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 DRAFTS = "vllm_engine_kwargs.speculative_config"
 
