@@ -58,7 +58,7 @@ class TRLKnobs(TrainingArguments):
 
 @names_checked
 @dataclass
-class GRPOConfig(  # A dataclass begins with the fields of its last base: `output_dir` is first.
+class GRPOConfig(  # A dataclass begins with the fields of its last base, so `output_dir` is the first argument.
     TRLKnobs, LogKnobs, SavingKnobs, objective.DistillationKnobs, objective.ReferenceKnobs,
     objective.RewardPenaltyKnobs, objective.ObjectiveKnobs, objective.AdvantageKnobs, objective.RewardKnobs,
     EngineKnobs, EvaluationKnobs, StepKnobs, ShardingKnobs, PolicyKnobs,
@@ -115,7 +115,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 setattr(self, present, value)
                 self.notes.append(f"config: `{old}` is the old name of `{present}`")
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # transformers may replace None by False.
+        checkpoints: Any = self.gradient_checkpointing  # transformers may replace None (unset) by False.
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse names of Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # The value of `bf16` depends on the policy's dtype, known later.
@@ -173,7 +173,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Make an AttributeError of later changes to settings that a trainer reads only once."""
+        """Let later changes raise an AttributeError, for settings that a trainer reads only once."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:

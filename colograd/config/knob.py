@@ -50,7 +50,7 @@ class Rules:
         if low is None:
             return
         inside = isinstance(value, int | float) and value >= low and value != self.above
-        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN isn't `inside`.
+        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN is never inside.
             must_be = f"{'above' if self.at_least is None else 'at least'} {low:g}"
             if high is not None:
                 begin, end = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"
@@ -68,8 +68,12 @@ class Help(str):
 
 
 def knob(default: Any, meaning: str = "", **words: Any) -> Any:
-    """Declare a dataclass field for a setting. ``meaning`` is the help text. If it is empty, `names_checked` takes the
-    string below the field. ``words`` are fields of `Rules` and keyword arguments of argparse's `add_argument`."""
+    """Declare a dataclass field for a setting.
+
+    Args:
+        meaning: the help text. If it is empty, the decorator `names_checked` takes the string below the field.
+        words: fields of `Rules`, and keyword arguments of argparse's `add_argument`.
+    """
     text = Help(meaning)
     text.rules = Rules(**{name: words.pop(name) for name in Rules.__annotations__ if name in words})
     metadata = {"help": text, **words}

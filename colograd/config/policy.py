@@ -119,5 +119,7 @@ class PolicyKnobs(TrainingArguments):
             raise ValueError(f"The policy's dtype is {dtype}, but must be bfloat16 or float32: set `dtype`.")
         self.optim: str = resolve_optimizer(self.optim, dtype)
         check_conflicts(self, about="optim")
-        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # `bf16` unset means autocast.
+        self.bf16: bool | None = (
+            self.bf16 is not False and dtype == torch.float32
+        )  # `bf16` unset (None) means autocast.
         self.mixed_precision = "bf16" if self.bf16 else "no"

@@ -53,7 +53,7 @@ class SamplingKnobs:
         needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
         self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
-            # The three names below are also parameters of vLLM, which are checked later.
+            # `n`, `max_tokens` and `temperature` are also parameters of vLLM, which are checked later.
             if name in anyway and name not in ("n", "max_tokens", "temperature"):
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "

@@ -23,7 +23,8 @@ from ..policy.supported import check_planned, features, why_rows_stay_whole
 from ..runtime import process, registry
 from .shape import CacheNeed, Lengths, Shape
 
-WHOLE = ("none", "optimizer", "gradients")  # Strategies with a whole policy on each rank.
+WHOLE = ("none", "optimizer", "gradients")  # Sharding strategies with a whole policy on each rank.
+
 ORDER = (*WHOLE, *TENSOR, "fsdp")  # All strategies, the least sharded first.
 STRATEGIES = (*WHOLE, "fsdp")
 ENGINE_SIZES = (2, 4, 8)  # Numbers of ranks per engine that an error may propose.
@@ -152,7 +153,7 @@ class RunDescription(Workload):
     overruled: bool = False  # Whether the user sets the engine's fraction of memory, or its number of blocks.
     share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means not set.
     strategies: tuple[str, ...] = STRATEGIES
-    # Strategies that the run could use with more ranks per engine, by ranks per engine in ascending order.
+    # Number of ranks per engine -> sharding strategies that the run could use with it, in ascending order.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     samples: bool = True
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
