@@ -76,7 +76,10 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first n of ``able`` that fits if every n-th layer is checkpointed (0: no layer), else the last."""
+    """Return the first n of ``able`` with which the run fits. Every n-th layer is checkpointed, with 0 no layer.
+
+    If it fits with none, return the last.
+    """
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)

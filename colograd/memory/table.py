@@ -15,7 +15,7 @@ MARGIN = 0.08
 CPU_SHARE = 4  # On a CPU the KV cache takes at most a quarter of free memory, unless one sequence needs more.
 PHASES = ("sampling", "training")
 GIB = 2**30
-# Advice for a plan that doesn't fit any more after the engine was built, or activations were measured.
+# Advice if a plan doesn't fit any more because the built engine, or measured activations, need more than estimated.
 REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gradient_checkpointing: true"
 
 
@@ -23,9 +23,9 @@ REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gra
 class RankBytes:
     """Bytes on one rank's device."""
 
-    engine_weights: int  # Zero if the run has no engine.
-    policy_weights: int  # Zero if the policy's weights are the engine's tensors, or are in host memory.
-    gradients: int  # They exist from a step's first backward to its optimizer step.
+    engine_weights: int  # The engine's weights: 0 if the run has no engine.
+    policy_weights: int  # The policy's weights: 0 if they are the engine's tensors, or in host memory.
+    gradients: int  # Gradients exist from a step's first backward to its optimizer step.
     optimizer: int
     exchange: int = 0  # Gradients sent to other ranks, or weights gathered from other ranks.
     on_way: int = 0  # Maximum part of ``gradients`` in transfer to the host.

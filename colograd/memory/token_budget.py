@@ -107,8 +107,10 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 def back_off(
     rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str, among: int = 1
 ) -> tuple[PackingRules, list[StepBatch]]:
-    """Halve the token budget, and pack the failed step (the first ``among`` batches) and the later steps again. All
-    ranks must call this after any rank ran out of memory."""
+    """Halve the token budget after any rank ran out of memory. All ranks must call this.
+
+    Return the new rules, and all ``batches`` packed by them. The first ``among`` batches are the failed step.
+    """
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
@@ -122,7 +124,7 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Return the step in new rows, none of them trained. Per-token values that all old rows have are copied."""
+    """Pack a step's groups into new rows, and count none as trained. Copy per-token values that all old rows have."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):
         recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]

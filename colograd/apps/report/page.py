@@ -28,8 +28,8 @@ SCRIPTS = (
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # The model card links to this name.
 
-# Bytes of compressed steps in a page: at most about so many for steps without completions, and for steps with them.
-# In the page base64 adds a third.
+# A page holds compressed steps of about so many bytes: ROLLOUT_BYTES of steps without completions, COMPLETION_BYTES of
+# steps with completions. Base64, in the page, adds a third.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
 STEP_JSON_BYTES = 2_000_000

@@ -27,7 +27,7 @@ MOST_PROMPTS = 200_000
 MOST_ALARMS = 500
 MOST_REWARDS = 64
 MOST_KNOBS = 2000
-# No rows of a step's table of groups. Its columns: the prompt's index in `prompts`, position, number of completions,
+# An empty table of a step's groups. The columns: the prompt's index in `prompts`, position, number of completions,
 # mean and spread of rewards, share of truncated completions, and 1 if the group has a learning signal.
 NO_GROUPS = np.empty((0, 7))
 OF_TRAINING_STEPS = ("reward", "loss", "grad_norm", "learning_rate", "step_time")
