@@ -76,9 +76,9 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first n of ``able`` with which the run fits. Every n-th layer is checkpointed, with 0 no layer.
+    """Return the first n of ``able`` for a run that fits if every n-th layer is checkpointed (0: no layer).
 
-    If it fits with none, return the last.
+    If the run doesn't fit with any, return the last of ``able``.
     """
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:
