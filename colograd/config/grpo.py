@@ -47,7 +47,7 @@ class TRLKnobs(TrainingArguments):
     vllm_importance_sampling_cap: float | None = knob(None)
 
     def _check_trl(self) -> None:
-        """Raise a ValueError for a refused setting of TRL. Trainers repeat this check."""
+        """Raise a ValueError for a refused setting of TRL. A trainer checks again, as the setting may have changed."""
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) != each.default:
                 raise ValueError(unknown_name(each.name, ()))
@@ -58,7 +58,7 @@ class TRLKnobs(TrainingArguments):
 
 @names_checked
 @dataclass
-class GRPOConfig(  # A dataclass begins with the fields of its last base: `output_dir` is first.
+class GRPOConfig(  # A dataclass begins with the fields of its last base, so `output_dir` is the first argument.
     TRLKnobs, LogKnobs, SavingKnobs, objective.DistillationKnobs, objective.ReferenceKnobs,
     objective.RewardPenaltyKnobs, objective.ObjectiveKnobs, objective.AdvantageKnobs, objective.RewardKnobs,
     EngineKnobs, EvaluationKnobs, StepKnobs, ShardingKnobs, PolicyKnobs,
@@ -106,7 +106,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     """Which of Liger's kernels are used, such as `{rope: false}`; default: all for the model."""
 
     def __post_init__(self) -> None:
-        self.__dict__.setdefault("notes", [])  # The `__init__` of a derived dataclass doesn't create `notes`.
+        self.__dict__.setdefault("notes", [])  # A subclass that is a dataclass has another `__init__`, without `notes`.
         self._check_trl()
         for old, present in RENAMED.items():
             if (value := getattr(self, old)) is not None:
@@ -115,11 +115,11 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 setattr(self, present, value)
                 self.notes.append(f"config: `{old}` is the old name of `{present}`")
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # transformers may replace None by False.
+        checkpoints: Any = self.gradient_checkpointing  # transformers may replace None (unset) by False.
         self._take_sharding()
-        optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
-        autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
-        # With the settings of torch.compile transformers would allow TF32 and compile the whole model.
+        optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse names of Colograd's optimizers.
+        autocast, self.bf16 = self.bf16, False  # The value of `bf16` depends on the policy's dtype, known later.
+        # If transformers saw the settings of torch.compile, it would allow TF32 and compile the whole model.
         compiling = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         compiled = {name: getattr(self, name) for name in compiling}
         self.__dict__.update(dict.fromkeys(compiling))
@@ -130,18 +130,21 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         process.drop_inherited_ranks()
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
-            join(timedelta(seconds=self.ddp_timeout))  # On a CPU transformers ignores `ddp_timeout`.
-        # After a restart by torchrun, accelerate would read the addresses of ended processes.
+            # Colograd connects the ranks itself, because on a CPU transformers ignores `ddp_timeout`.
+            join(timedelta(seconds=self.ddp_timeout))
+        # After torchrun has restarted the ranks, accelerate would connect them by addresses of ended processes.
         elif attempt() and torch.cuda.is_available():
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
-        self.disable_tqdm: bool = bool(self.disable_tqdm)  # None would hide bars, because the log level is ERROR.
+        # transformers would read None as true, because its log level is ERROR.
+        self.disable_tqdm: bool = bool(self.disable_tqdm)
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         if self.metric_for_best_model is not None:
             registry.require("best_model", f"metric_for_best_model: {self.metric_for_best_model}")
-        self.__dict__.update(compiled, torch_compile=any(compiled.values()))  # A set backend or mode means compilation.
-        self.logging_nan_inf_filter = False  # transformers would log an average in place of a NaN loss.
+        # As in transformers, torch_compile_backend or torch_compile_mode also turns on torch_compile.
+        self.__dict__.update(compiled, torch_compile=any(compiled.values()))
+        self.logging_nan_inf_filter = False  # With this filter transformers would log an average for a NaN loss.
         kwargs: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
         if checkpoints is None and {"every_n_layers", "offload"} & set(kwargs):
             checkpoints = True
@@ -152,7 +155,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._resolve_budget(self.on_cpu)
         note = " (rows have other lengths in each micro-batch)"
         Rules(one_of=COMPILE_MODES, note=note).check("torch_compile_mode", self.torch_compile_mode)
-        if self.use_liger_kernel:  # One of Liger's losses is on by default.
+        if self.use_liger_kernel:  # Liger's own default turns on one of its losses, which must stay off.
             kernels: dict[str, Any] = self.liger_kernel_config or {}  # type: ignore[assignment]
             self.liger_kernel_config = dict.fromkeys(LIGER_LOSSES, False) | kernels
         self.notes.extend(self._drop_what_is_done_anyway())
@@ -160,7 +163,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)
         self._check_ranks()
-        for check in registry.hooks("check_settings"):  # Functions (config) -> None.
+        for check in registry.hooks("check_settings"):
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         self.notes.extend(self._check_conflicts_and_bias())
@@ -170,7 +173,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse later changes of settings that a trainer reads only once."""
+        """Let later changes raise an AttributeError, for settings that a trainer reads only once."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -182,7 +185,9 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # A copy isn't frozen.
+        return {
+            name: value for name, value in vars(self).items() if name != "_frozen"
+        }  # A copied configuration isn't frozen.
 
     @property
     def on_cpu(self) -> bool:
@@ -224,7 +229,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 yield f"config: `{each.name}` has no effect: {UNUSED[each.name]}"
         if self.sharding_note:
             yield self.sharding_note
-        for advise in registry.hooks("advice"):  # Functions (config) -> log lines.
+        for advise in registry.hooks("advice"):
             yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (

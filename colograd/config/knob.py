@@ -29,9 +29,11 @@ class Rules:
     remedy: str = "raise it"
     one_of: tuple[str, ...] = ()
     or_path: bool = False
-    note: str = ""  # Text behind "isn't supported" in the error.
-    spellings: Mapping[str, Any] = field(default_factory=dict)  # Spelling in lower case -> value.
-    extension: str | Mapping[str, str] = ""  # Extension of values other than the default, or value -> extension.
+    note: str = ""  # Text that follows "isn't supported" in the error for a bad value.
+    spellings: Mapping[str, Any] = field(default_factory=dict)  # Alternative spelling in lower case -> value.
+
+    # Name of the extension that all values but the default need, or a mapping from values to extensions.
+    extension: str | Mapping[str, str] = ""
 
     def plain(self, value: Any) -> Any:
         return self.spellings.get(str(value).lower(), value) if self.spellings else value
@@ -48,7 +50,7 @@ class Rules:
         if low is None:
             return
         inside = isinstance(value, int | float) and value >= low and value != self.above
-        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN is out of bounds.
+        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN is never inside.
             must_be = f"{'above' if self.at_least is None else 'at least'} {low:g}"
             if high is not None:
                 begin, end = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"
@@ -57,14 +59,21 @@ class Rules:
 
 
 class Help(str):
-    """A knob's help text with its `Rules`: argparse would get rules that stand in the field's metadata."""
+    """A setting's help text that also carries its `Rules`.
+
+    The rules can't be in the field's metadata, because the parser passes all metadata to argparse.
+    """
 
     rules: Rules
 
 
 def knob(default: Any, meaning: str = "", **words: Any) -> Any:
-    """Declare a dataclass field for a setting. ``meaning`` is the help text. If it is empty, `names_checked` takes the
-    string below the field. ``words`` are fields of `Rules` and keyword arguments of argparse's `add_argument`."""
+    """Declare a dataclass field for a setting.
+
+    Args:
+        meaning: the help text. If it is empty, the decorator `names_checked` takes the string below the field.
+        words: fields of `Rules`, and keyword arguments of argparse's `add_argument`.
+    """
     text = Help(meaning)
     text.rules = Rules(**{name: words.pop(name) for name in Rules.__annotations__ if name in words})
     metadata = {"help": text, **words}
@@ -104,7 +113,8 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-# Settings of TRL, of its command line and of its older versions. TRL's default of a field is allowed.
+# Refused name -> what to do instead. The names are from TRL's configuration, command line and older versions.
+# A field of `GRPOConfig` with such a name may keep TRL's default.
 REFUSED: dict[str, str] = {
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
@@ -114,7 +124,7 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# Settings of TRL and transformers without effect. A value other than the default gets a log line.
+# Setting of TRL or transformers that has no effect -> reason. A value other than the default gets a log line.
 UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",
@@ -127,8 +137,11 @@ UNUSED: dict[str, str] = {
     "torch_empty_cache_steps": "rows are cut to what the device has",
     "dataloader_num_workers": "prompts are tokenised and shared out without torch's loader",
 }
-INERT = (("max_prompt_length", None),)  # Removed settings with values that request nothing.
-NONE_IS_OFF = ("max_grad_norm",)  # transformers accepts None here, against the field's type.
+INERT = (("max_prompt_length", None),)  # Pairs (removed setting, a value of it that is ignored without an error).
+
+# transformers accepts None for these settings, although their types exclude None.
+NONE_IS_OFF = ("max_grad_norm",)
+
 RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # Old name -> present name.
 MEANINGS = {name: f"No effect: {reason}." for name, reason in UNUSED.items()}
 MEANINGS |= {name: f"Another value is an error: {reason}." for name, reason in REFUSED.items()}
@@ -151,7 +164,10 @@ def known_settings(settings: Mapping[str, Any], known: Iterable[str]) -> dict[st
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop each setting that is None although ``defaults`` has it: in TRL None then means the default."""
+    """Drop settings that are None if ``defaults`` has them: there None means the default.
+
+    Return the other settings, and a log line per dropped setting.
+    """
     unset = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
     return {name: value for name, value in settings.items() if name not in unset}, lines
@@ -190,8 +206,11 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Decorate a dataclass of settings. Its constructor then raises a ValueError for an unknown name, and replaces None
-    by the default where None isn't a value. Instances have ``notes``: a log line per replacement."""
+    """Decorate a dataclass of settings, so that its constructor raises a ValueError for an unknown name.
+
+    The constructor also replaces None by the default if None isn't a value of that setting. Instances have ``notes``,
+    with a log line per replacement.
+    """
     _complete_help(cls)
     plain_init, defaults = cls.__init__, never_none(cls)
 

@@ -140,11 +140,14 @@ class ObjectiveKnobs(SamplingKnobs):
     (DeepSeek-V3.2), e.g. 0.5."""
 
     def _check_conflicts_and_bias(self) -> list[str]:
-        """Disable the sampler's correction if its ratio would compare different distributions. Return log lines."""
+        """Turn off `vllm_importance_sampling_correction` if its ratio would compare different distributions.
+
+        Return log lines that tell the user so.
+        """
         changes, drafts = shaping(vars(self)), value_of(self, DRAFTS) is not None
         names = ", ".join(f"{name} {value!r}" for name, value in changes.items())
         truncates, corrects = {*changes} <= {*TRUNCATING}, names and self.vllm_importance_sampling_correction
-        # The correction stays right over the tokens that truncation leaves, which vLLM records.
+        # If vLLM records the tokens that truncation leaves, the trainer normalises over them, and the ratio is right.
         recorded = truncates and "top_k" in changes and not drafts and "kept_tokens" in registry.installed()
         biased = corrects and not recorded
         check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
@@ -166,7 +169,10 @@ class ObjectiveKnobs(SamplingKnobs):
 
     @property
     def replays_truncation(self) -> bool:
-        """Whether policy, reference and teacher normalise over the tokens that `top_k` leaves, which vLLM records."""
+        """Whether policy, reference and teacher normalise over the tokens that the sampler's truncation leaves.
+
+        vLLM records these tokens. Truncation means `top_k`, perhaps with `top_p` or `min_p`.
+        """
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 
 

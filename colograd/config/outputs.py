@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from .knob import knob, recording
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Worker processes ignore them (usercode/worker_process.py).
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Worker processes ignore these signals (worker_process.py).
 
 
 @dataclass
@@ -50,7 +50,7 @@ class SavingKnobs(TrainingArguments):
         return self.journal != "off"
 
 
-TRACKERS = ("wandb", "trackio", "tensorboard")  # Each is also the name of a package that the tracker needs.
+TRACKERS = ("wandb", "trackio", "tensorboard")  # A tracker needs the package of its name.
 
 
 @dataclass
@@ -78,5 +78,5 @@ class LogKnobs:
     verbose: bool = knob(False, "Show the logs of vLLM and transformers.")
 
     def resolve_replay(self) -> None:
-        """A replay must not change the run's folder."""
+        """Turn off the report, because a replay writes nothing into the run's folder."""
         self.report = False

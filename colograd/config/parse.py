@@ -31,8 +31,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
-    parser.set_defaults(**settings)  # argparse converts texts: YAML 1.1 reads ``1e-5`` as a text.
-    _flags(parser, argv)  # Raises a ValueError for a bad flag, where the parser's next line would exit.
+    parser.set_defaults(**settings)  # YAML 1.1 reads ``1e-5`` as a text, but argparse converts defaults that are texts.
+    _flags(parser, argv)  # For a bad flag this raises a ValueError. `parse_args_into_dataclasses` would exit.
     script, config, model = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
     if script.ignore_bias_buffers:
@@ -42,7 +42,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return only the settings that a command line and its recipe set, in JSON types and unchecked."""
+    """Return only the settings that a command line and its recipe set, in JSON types. Values aren't checked."""
     settings, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
@@ -54,7 +54,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return all settings unchecked, because the run may be for another machine."""
+    """Return all settings, with defaults. Values aren't checked, because the run may be for another machine."""
     settings, rest, _ = _settings(argv)
     for group in GROUPS:
         settings, _ = without_nones(settings, never_none(group))

@@ -14,15 +14,16 @@ from transformers.hf_argparser import string_to_bool
 from .conflicts import check_conflicts
 from .knob import knob
 
-# Modes without CUDA graphs, which would be recorded again for each row length.
+# Modes of torch.compile without CUDA graphs: a graph would be recorded for each row length.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
-KEEPS_MASTER = ("adamw_split", "muon")  # Optimizers with an exact float32 master of a bfloat16 policy.
-# TRL's name, and the name that transformers' Trainer reads since 5.23.
+KEEPS_MASTER = ("adamw_split", "muon")  # Optimizers that keep an exact float32 master copy of a bfloat16 policy.
+
+# Two names of one setting: TRL's name, and the name that transformers' Trainer reads since 5.23.
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
 
 def default_dtype(optim: str) -> str:
-    """Return the dtype of a policy without a setting: TRL's `float32` if ``optim`` has no float32 master."""
+    """Return the policy's dtype if the user sets none: TRL's `float32` for optimizers without a float32 master."""
     return "bfloat16" if optim in ("auto", *KEEPS_MASTER) else "float32"
 
 
@@ -92,7 +93,10 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def checkpointing(self) -> int:
-        """n if every n-th layer recomputes its activations in the backward; 0 if no layer does; 1 if undecided."""
+        """n if every n-th layer recomputes its activations in the backward, 0 if no layer does.
+
+        It is 1 while the memory plan hasn't decided.
+        """
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
 
@@ -115,5 +119,7 @@ class PolicyKnobs(TrainingArguments):
             raise ValueError(f"The policy's dtype is {dtype}, but must be bfloat16 or float32: set `dtype`.")
         self.optim: str = resolve_optimizer(self.optim, dtype)
         check_conflicts(self, about="optim")
-        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset `bf16` means true.
+        self.bf16: bool | None = (
+            self.bf16 is not False and dtype == torch.float32
+        )  # `bf16` unset (None) means autocast.
         self.mixed_precision = "bf16" if self.bf16 else "no"

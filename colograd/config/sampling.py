@@ -9,13 +9,16 @@ from typing import Any
 from .knob import knob
 from .steps import StepKnobs
 
-# Parameters of vLLM that can change the distribution. `NEUTRAL` has the values that don't; default: 0 and empty.
+# Parameters of vLLM that can change the sampler's distribution. `NEUTRAL` has their values without effect.
+# A parameter outside `NEUTRAL` has no effect if its value is 0 or empty.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
-TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that these leave.
-# Parameters with the values that change nothing here. `n` is 1, as TRL repeats the prompt for each completion.
+TRUNCATING = ("top_p", "top_k", "min_p")  # These leave only some tokens to draw from, and vLLM can record which.
+
+# Parameter in `generation_kwargs` -> its values without effect, because vLLM samples so anyway.
+# TRL repeats the prompt for each completion, so its recipes may set `n` to 1.
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
     "use_cache": (True,), "early_stopping": (False,), "length_penalty": (1,), "typical_p": (1,),
@@ -50,7 +53,8 @@ class SamplingKnobs:
         needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
         self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
-            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's too: checked later.
+            # `n`, `max_tokens` and `temperature` are also parameters of vLLM, which are checked later.
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
                     f"{anyway[name][0]!r}: remove the entry (see max_completion_length and temperature_eval: 0)."
@@ -87,7 +91,10 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """Choose `reward` where transformers would choose the loss, which an evaluation may lack."""
+        """Choose `reward` as metric_for_best_model if the user sets none.
+
+        transformers would choose the loss, which an evaluation may lack.
+        """
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return
         if self.greater_is_better is False:

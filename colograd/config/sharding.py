@@ -11,7 +11,8 @@ from transformers import TrainingArguments
 from ..runtime import registry
 from .knob import knob
 
-# Each rank trains the tensors that its vLLM rank samples with. The suffix: ranks with equal tensors divide this state.
+# With these strategies each rank trains the tensors that its vLLM rank samples with.
+# The suffix names the state that ranks with equal tensors divide among them.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
 OFFERED = registry.names("sharding")
 LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -45,7 +46,7 @@ class ShardingKnobs(TrainingArguments):
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Take over the sharding of accelerate's or DeepSpeed's file, and hide it from transformers."""
+        """Translate the sharding in a file of accelerate or DeepSpeed. transformers then sees no `deepspeed`."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         self.sharding_note = ""
@@ -64,7 +65,7 @@ class ShardingKnobs(TrainingArguments):
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether each rank holds a part of the weights, and gathers whole layers to compute with them (FSDP)."""
+        """Whether each rank holds a part of the weights, and gathers each layer's weights to compute (FSDP)."""
         return self.sharding == "fsdp" and self.world_size > 1
 
     @property

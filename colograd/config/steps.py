@@ -79,7 +79,7 @@ class StepKnobs(TrainingArguments):
 
     @property
     def token_budget(self) -> int:
-        """Maximum tokens of a micro-batch by the settings. 0: `auto`, which training measures."""
+        """Maximum tokens of a micro-batch by the settings. 0 means `auto`: training measures the maximum."""
         return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
 
     @property
@@ -88,7 +88,10 @@ class StepKnobs(TrainingArguments):
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
 
     def _fold_batch(self, ranks: int) -> None:
-        """Resolve the settings of batch sizes for ``ranks`` engines that divide the prompts. Idempotent."""
+        """Resolve the settings of batch sizes. A second call changes nothing.
+
+        ``ranks`` is the number of engines, which divide the prompts among them.
+        """
         group = self.num_generations or 1
         accumulation = self.gradient_accumulation_steps
         per_rank = self.per_device_train_batch_size * accumulation
@@ -122,7 +125,9 @@ class StepKnobs(TrainingArguments):
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
         )
-        self.environments_at_once = max(in_trl, group)  # Tools' environments per rank; TRL has one per completion.
+        # Maximum of tools' environments per rank: one per completion of TRL's generation, and one per completion
+        # of a group at least.
+        self.environments_at_once = max(in_trl, group)
         self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
         self.gradient_accumulation_steps: int = 1
         self.per_device_train_batch_size: int = per_rank
@@ -130,7 +135,7 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Return the optimizer steps per generation; 1 if TRL would generate several times per step."""
+        """Return the optimizer steps per generation. It is 1 even if TRL would generate several times per step."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
@@ -156,7 +161,7 @@ class StepKnobs(TrainingArguments):
 
     @property
     def groups_in_flight(self) -> int:
-        """Groups that a rank's engine samples at once."""
+        """Groups that a rank's engine samples at once. `carry_over` adds groups that a later generation finishes."""
         if self.carry_over is None:
             return self.groups_per_round
         return math.ceil(self.groups_per_round / self.carry_over - 1e-9)

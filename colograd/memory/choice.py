@@ -10,8 +10,9 @@ from .description import RunDescription
 from .estimate import estimate
 from .table import MemoryPlan, gib
 
-AMPLE = 0.1  # Fraction of the device for a KV cache that decodes enough sequences at once.
-BUSY_TOKENS = 8192  # Tokens of a micro-batch that keep a GPU busy.
+AMPLE = 0.1  # A KV cache with this fraction of the device's memory counts as ample: it decodes many sequences at once.
+
+BUSY_TOKENS = 8192  # A micro-batch of so many tokens keeps a GPU busy.
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
@@ -24,7 +25,10 @@ def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
 
 
 def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
-    """Return the plan of the longest micro-batches that leave an ample KV cache, else of the shortest micro-batches."""
+    """Return the plan with the longest micro-batches that leave room for an ample KV cache (`AMPLE`).
+
+    If no length leaves enough room, plan with the shortest micro-batches.
+    """
     for tokens in run.longest_rows:
         plan = estimate(run, strategy, tokens)
         if plan.takes(_ample(run)):
@@ -43,7 +47,7 @@ def fits(run: RunDescription, strategy: str) -> bool:
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Return whether weights, gradients, optimizer and KV cache fit. Activations are only estimated."""
+    """Return whether weights, gradients, optimizer and KV cache fit without activations, which are only estimated."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
     sampling = cache + (0 if run.offloads or run.streams else plan.optimizer)
@@ -52,12 +56,15 @@ def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
 
 
 def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """Return the KV cache's bytes by the user's size or fraction of memory; 0 if neither is set."""
+    """Return the bytes of the KV cache if the user sets its size, or the engine's fraction of memory. Else return 0."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 
 def auto(run: RunDescription) -> str:
-    """Return the least sharded strategy that fits, else the strategy that leaves most room."""
+    """Return the least sharded strategy that fits and leaves an ample KV cache, if the plan chooses the cache's size.
+
+    If there is none, return the strategy that leaves most room.
+    """
     if run.devices.ranks == 1:
         return run.strategies[0]
     for strategy in run.strategies:
@@ -69,7 +76,10 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first n of ``able`` that fits if every n-th layer is checkpointed (0: no layer), else the last."""
+    """Return the first n of ``able`` for a run that fits if every n-th layer is checkpointed (0: no layer).
+
+    If the run doesn't fit with any, return the last of ``able``.
+    """
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)

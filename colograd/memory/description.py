@@ -23,16 +23,20 @@ from ..policy.supported import check_planned, features, why_rows_stay_whole
 from ..runtime import process, registry
 from .shape import CacheNeed, Lengths, Shape
 
-WHOLE = ("none", "optimizer", "gradients")  # Strategies with a whole policy on each rank.
-ORDER = (*WHOLE, *TENSOR, "fsdp")  # The least sharded first.
+WHOLE = ("none", "optimizer", "gradients")  # Sharding strategies with a whole policy on each rank.
+
+ORDER = (*WHOLE, *TENSOR, "fsdp")  # All strategies, the least sharded first.
 STRATEGIES = (*WHOLE, "fsdp")
-ENGINE_SIZES = (2, 4, 8)  # Ranks per engine to propose.
-PLANNED_TOKENS = 16384  # Maximum tokens of a micro-batch on a rank before a measurement, enough to keep a GPU busy.
+ENGINE_SIZES = (2, 4, 8)  # Numbers of ranks per engine that an error may propose.
+
+# Before a measurement, a plan has micro-batches of at most so many tokens per rank, enough to keep a GPU busy. They are
+# longer only if the longest sequence is, or if the user sets their length.
+PLANNED_TOKENS = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """Elements of a model, and bytes: ``weights``, ``gradients``, ``optimizer``, ``packed`` and the item sizes."""
+    """Sizes of a model in elements. Bytes: ``weights``, ``gradients``, ``optimizer``, ``packed`` and item sizes."""
 
     elements: int
     trained: int
@@ -52,7 +56,7 @@ class PolicySizes:
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Compute the sizes of a model. ``to_pack``: bytes of parameters that loading will quantise."""
+        """Compute the sizes of a model. ``to_pack`` maps parameters that loading will quantise to their bytes then."""
         if to_pack is None:
             found = packed_weights(model)
             packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
@@ -88,8 +92,8 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
     """Count the bytes of the optimizer's state.
 
-    `adamw_split` has two float32 moments per element, and 16 bits of remainder per bfloat16 element. `muon` counts the
-    same: its matrices need 4 bytes less, which its temporaries take.
+    `adamw_split` has two float32 moments per element. For a bfloat16 element it also has the 16 bits that a float32
+    master has more. `muon` counts as many: its matrices need 4 bytes less per element, its temporaries take them.
     """
     total = 0
     for parameter in model.parameters():
@@ -149,7 +153,7 @@ class RunDescription(Workload):
     overruled: bool = False  # Whether the user sets the engine's fraction of memory, or its number of blocks.
     share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means not set.
     strategies: tuple[str, ...] = STRATEGIES
-    # Strategies that the run could use with more ranks per engine, by ranks per engine in ascending order.
+    # Number of ranks per engine -> sharding strategies that the run could use with it, in ascending order.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     samples: bool = True
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
@@ -196,7 +200,7 @@ def describe_run(
         model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.loading.outline`).
         shared: whether the policy's parameters are the engine's tensors.
         reference, teacher: bytes of these models.
-        to_pack: bytes of parameters that loading will quantise.
+        to_pack: parameters that loading will quantise, with their bytes after it.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
     dtype = model.dtype

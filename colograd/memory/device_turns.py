@@ -1,4 +1,7 @@
-"""Alternate use of a GPU's memory by the engine and the policy. Weights stay, because both may share them."""
+"""Alternate use of a GPU's memory by the engine and the policy.
+
+Weights stay where they are, because engine and policy may share them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class DeviceTurns:
             for name in DEVICE_ONLY
             if getattr(config, name) not in (False, "none") and config.on_cpu
         ]
-        self._return_to_policy()  # Training may measure memory before the first sampling.
+        self._return_to_policy()  # Before the first sampling, training may measure the memory that it has.
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
@@ -54,17 +57,20 @@ class DeviceTurns:
                 self.offload.to_device()
 
 
-# With expandable segments, rows of different lengths don't fragment the memory.
+# Environment variables with the user's settings of torch's CUDA allocator.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(config: GRPOConfig) -> bool:
-    """Turn on the CUDA allocator's expandable segments before the first allocation, if the run supports them."""
+    """Turn on the CUDA allocator's expandable segments, if the run supports them. Return whether it does.
+
+    In such segments rows of different lengths don't fragment the memory. Call this before the first allocation.
+    """
     able = (
         config.device.type == "cuda"
         and not any(name in os.environ for name in VARIABLES)  # The user's setting has precedence.
-        and not config.vllm_enable_sleep_mode  # vLLM's memory pool excludes expandable segments.
-        and config.vllm_tensor_parallel_size == 1  # The ranks of one engine can't open memory in such segments.
+        and not config.vllm_enable_sleep_mode  # The memory pool of vLLM's sleep mode excludes expandable segments.
+        and config.vllm_tensor_parallel_size == 1  # Ranks of one engine can't open each other's expandable segments.
     )
     if able:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")

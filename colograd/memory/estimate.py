@@ -25,7 +25,7 @@ from .shape import Trained, activation_bytes, left_on_device
 from .table import MemoryPlan, RankBytes
 
 ENGINE_TOKENS = 16384  # Tokens of one engine step: vLLM's default for `LLM` on large GPUs.
-ALIVE = IN_FLIGHT + 2  # Buckets in memory at once: some are summed, one is filled, one is flattened.
+ALIVE = IN_FLIGHT + 2  # Buckets of gradients in memory at once: IN_FLIGHT are summed, one is filled, one flattened.
 GATHERED = 4  # Copies of a block's weights with FSDP: gathered and unflattened ones, of two blocks.
 SUMMED = 2  # Copies of a block's gradients with FSDP: computed ones, and flattened ones to be summed.
 
@@ -39,7 +39,8 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         own = sizes.optimizer // parts
         return left_on_device().state(own) if run.streams else own
 
-    def buckets(parts: int, cut: int = 1) -> int:  # Buckets in exchange, and this rank's part of the sums.
+    # Bytes of the buckets of gradients in exchange between ranks, and of this rank's part of the summed gradients.
+    def buckets(parts: int, cut: int = 1) -> int:
         largest = sizes.largest // cut
         elements = min(sizes.trained // cut, ALIVE * ELEMENTS + (largest if largest > ELEMENTS else 0))
         return sizes.gradient_itemsize * (elements + elements // parts) if parts > 1 else 0
@@ -53,7 +54,8 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
             return RankBytes(engine, 0, 0, 0, exchange)
         return RankBytes(engine, sizes.weights // ranks, sizes.gradients // ranks, state(ranks), exchange)
     if strategy in TENSOR:
-        # The policy's shard is in the engine's memory. Each rank has one of a LoRA adapter's two matrices whole.
+        # The policy's shard is in the engine's memory. A LoRA adapter is planned whole on each rank, because one of
+        # its two matrices isn't split.
         engines, shared_out = ranks // size, strategy.partition("+")[2]
         cut = 1 if 2 * sizes.trained < sizes.elements else size
         return RankBytes(
@@ -61,7 +63,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
             gradients=sizes.gradients // (engines * cut if shared_out == "gradients" else cut),
             optimizer=state(engines * cut if shared_out else cut), exchange=buckets(engines, cut) if shared_out else 0,
         )  # fmt: skip
-    # A strategy of the user's is planned like none, which needs most.
+    # The strategy is none, optimizer, gradients or the user's own. A user's own is planned like none, which needs most.
     divided = strategy in ("optimizer", "gradients")
     parts, on_way = ranks if strategy == "gradients" else 1, 0
     gradients = sizes.gradients // parts
@@ -90,7 +92,8 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     shares, engine = devices.ranks if strategy == "fsdp" else cut, 0
-    if run.samples and devices.on_gpu:  # One layer's activations, and three float32 tensors of logits.
+    # The engine needs one layer's activations, and three float32 tensors of logits.
+    if run.samples and devices.on_gpu:
         engine = ENGINE_TOKENS * run.engine_itemsize * (4 * run.shape.hidden + 2 * run.shape.intermediate)
         engine += 3 * 4 * min(run.running, MOST_SEQUENCES) * run.shape.vocabulary
     return MemoryPlan(

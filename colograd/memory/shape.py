@@ -10,18 +10,26 @@ from ..policy.head import TILE_ELEMENTS
 from ..runtime import registry
 from ..runtime.sizes import size_of
 
-BLOCK = 128  # Maximum tokens of a KV cache block in vLLM. Most attention backends have smaller blocks.
-# Copies of keys are planned for completions of 1/SHORT of the longest: short ones copy their prompt's keys more often.
+BLOCK = 128  # Tokens of a KV cache block in the plan. Most attention backends of vLLM have smaller blocks.
+
+# The plan of copied keys assumes completions of 1/SHORT of the longest completion's tokens. Each completion in a row
+# copies its prompt's keys, so many short completions need more memory than a few long ones.
 SHORT = 8
-FLASH_ROWS, FLASH_HEAD_STEP = 128, 32  # Flash attention's backward pads rows and heads to multiples of these.
+
+FLASH_ROWS, FLASH_HEAD_STEP = 128, 32  # Flash attention's backward pads rows and head sizes to multiples of these.
+
 SCORE = 8  # Bytes kept per soft-capped attention score: tanh, softmax in float32, and softmax in the row's dtype.
-GATED = {"gpt_oss": 7}  # gpt-oss clamps the gate, and multiplies it by its sigmoid.
-NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}  # Norms per layer: before and after attention and MLP.
+
+# Model type -> tensors that its MLPs keep, if not four. gpt-oss clamps the gate, and multiplies it by its sigmoid.
+GATED = {"gpt_oss": 7}
+
+# Model type -> norms per layer, if more than two: before and after attention, and before and after the MLP.
+NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a decoder model, in elements or numbers of layers and heads."""
+    """Sizes of a decoder model: numbers of layers and heads, and numbers of elements."""
 
     layers: int
     hidden: int
@@ -68,11 +76,14 @@ class Shape:
         return replace(self, **parts, keys=max(self.keys // ranks, self.head))
 
     def on_row_ranks(self, ranks: int) -> Shape:
-        """Return the shape per token on a rank with sequence parallelism. Heads that don't divide are filled up."""
+        """Return the sizes on one of ``ranks`` ranks that divide the tokens of each row (sequence parallelism).
+
+        If the ranks can't divide the heads evenly, the sizes count more heads.
+        """
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
             return self
-        if heads % ranks == 0 and ranks % keys == 0:  # Each rank has one key-value head.
+        if heads % ranks == 0 and ranks % keys == 0:  # Each rank has a copy of one key-value head.
             return replace(self, keys=ranks * self.head)
         filled = -(-heads // ranks) * ranks * self.head
         return replace(self, queries=filled, keys=filled)
@@ -84,7 +95,7 @@ class CopiedKeys(NamedTuple):
     kept: float = 0.0  # Copied keys that every layer keeps for the backward.
     inside: float = 1.0  # Keys, with copies, in memory while one layer's attention runs.
     scores: float = 0.0  # Attention scores of each head in every layer.
-    segment: float = 0.0  # Part of ``scores`` of the longest segment (prompt or completion).
+    segment: float = 0.0  # Part of ``scores`` that belongs to the longest prompt or completion.
     padding: float = 0.0  # Rows of padding in flash attention's backward.
 
 
@@ -113,7 +124,7 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Compute the keys per token of a row in which each completion copies keys of its prompt."""
+        """Compute the keys per token of a row if each completion copies its prompt's keys, within ``window``."""
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)
@@ -125,7 +136,7 @@ class Lengths:
         return self.prompt / (self.prompt + count * short)
 
     def _short(self, tokens: int) -> tuple[int, int]:
-        """Return the number of short completions (`SHORT`) of a prompt in a row, and the tokens of each."""
+        """Return how many completions of 1/SHORT of the longest share a prompt in a row, and the tokens of each."""
         short = max(1, self.completion // SHORT)
         return min(self.group, max(1, (tokens - self.prompt) // short)), short
 
@@ -133,9 +144,9 @@ class Lengths:
 def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     """Compute the bytes per token that one layer keeps for the backward, as in arXiv 2205.05198 (section 4.1).
 
-    RMSNorms keep a float32 input, and the normalised and the scaled output. Fused attention keeps its output, and
-    queries, keys and values twice, and ``copied`` further keys and values. The MLP keeps gate, activated gate, up and
-    product. A mixture keeps its input and output as well, once per expert that a token goes through.
+    RMSNorms keep a float32 input, and the normalised and the scaled output. Fused attention keeps three tensors of the
+    queries' size, keys, values, and ``copied`` further keys and values per token. Most MLPs keep gate, activated gate,
+    up and product. A mixture keeps its input and output as well, once per expert that a token goes through.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -158,7 +169,7 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return the extension's estimate of device memory for data that is kept in host memory.
+    """Return the estimate of device memory that training needs for data in host memory (seam "left_on_device").
 
     ``inputs``: number of layer inputs on the device at once. ``state(nbytes)`` and ``sums(nbytes)``: bytes of buffers
     for an optimizer state, or for gradient sums, of ``nbytes``. ``on_way(gradients, largest)``: peak bytes of

@@ -1,5 +1,5 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
-A reference model or teacher that waits on the host runs before gradients exist, in the space of gradients."""
+A reference model or teacher in host memory has no row: it runs before gradients exist, in their space."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from .description import RunDescription
 from .shape import CacheNeed
 
-MARGIN = 0.08  # Fraction of the device for CUDA graphs, NCCL and fragmentation, as by vLLM's default.
+# Fraction of the device that a plan leaves free for CUDA graphs, NCCL and fragmentation. vLLM's default leaves as much.
+MARGIN = 0.08
+
 CPU_SHARE = 4  # On a CPU the KV cache takes at most a quarter of free memory, unless one sequence needs more.
 PHASES = ("sampling", "training")
 GIB = 2**30
-# Advice for a plan that doesn't fit any more after the engine was built, or activations were measured.
+# Advice if a plan doesn't fit any more because the built engine, or measured activations, need more than estimated.
 REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gradient_checkpointing: true"
 
 
@@ -21,9 +23,9 @@ REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gra
 class RankBytes:
     """Bytes on one rank's device."""
 
-    engine_weights: int  # 0 means that the run has no engine.
-    policy_weights: int  # 0 means that policy and engine share memory, or that the weights are on the host.
-    gradients: int  # Allocated from a step's first backward to its optimizer step.
+    engine_weights: int  # The engine's weights: 0 if the run has no engine.
+    policy_weights: int  # The policy's weights: 0 if they are the engine's tensors, or in host memory.
+    gradients: int  # Gradients exist from a step's first backward to its optimizer step.
     optimizer: int
     exchange: int = 0  # Gradients sent to other ranks, or weights gathered from other ranks.
     on_way: int = 0  # Maximum part of ``gradients`` in transfer to the host.
@@ -52,7 +54,7 @@ class MemoryPlan(RankBytes):
         run, devices = self.run, self.run.devices
         part = f", 1/{devices.ranks}"
         of_policy = part if self.strategy == "fsdp" else "" if self.policy_weights else " (shared)"
-        shared_out = self.strategy.rpartition("+")[2]  # "gradients" for tensor+gradients.
+        shared_out = self.strategy.rpartition("+")[2]  # `tensor+gradients` becomes "gradients".
         of_gradients = part if shared_out in ("gradients", "fsdp") else ""
         of_gradients += ", on their way to the host" if run.offloads_gradients else ""
         of_state = part if shared_out in ("optimizer", "gradients", "fsdp") else ""
@@ -102,7 +104,10 @@ class MemoryPlan(RankBytes):
         )
 
     def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
-        """Return the plan with measured activations. ``peak``: bytes of a forward and backward with gradients."""
+        """Return the plan with measured activations.
+
+        ``peak``: bytes of a forward and backward, with gradients and their exchange between ranks.
+        """
         activations = max(peak - self.gradients - self.exchange, 0)
         return dataclasses.replace(self, tokens=tokens, activations=activations, measured=True)
 

@@ -16,15 +16,21 @@ from ..policy.packing import PackingRules, dummy, pack_step, places
 from ..policy.second_models import kinds
 from .shape import SHORT
 
-SHARE = 0.8  # Fraction of free memory to fill. Fragmentation and unmeasured row lengths may need 20 %.
-SMALLEST, LARGEST = 1024, 65536  # Tokens of a measured row. LARGEST tokens keep any GPU busy.
-STEP = 256  # Token budgets are multiples of 256.
+SHARE = 0.8  # Fraction of free memory to fill. Fragmentation and unmeasured row lengths may need the rest.
+
+# A row of SMALLEST tokens is measured first, then rows of twice as many. LARGEST tokens keep any GPU busy.
+SMALLEST, LARGEST = 1024, 65536
+
+STEP = 256  # A measured token budget is a multiple of STEP.
 
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
-    """Return the maximum tokens below ``limit`` bytes, and their bytes, by a line through the last two measurements.
-    ``peak`` returns the peak bytes of a forward and backward of a number of tokens; inf if memory ran out."""
-    # The first line starts at the origin, so that its slope is too large rather than too small.
+    """Return the maximum tokens of a micro-batch that needs at most ``limit`` bytes, and its bytes.
+
+    Bytes between measurements are taken from a line through the last two. ``peak`` maps the tokens of a row to the peak
+    bytes of its forward and backward. It returns inf if memory ran out.
+    """
+    # The first line goes through the origin, so that it rather overestimates than underestimates bytes per token.
     x, y, slope, most = 0, 0.0, 0.0, largest
     tokens = SMALLEST
     while tokens <= largest:
@@ -57,7 +63,7 @@ def measure(
     """
     device = rules.device
     prompt, completion, count = shape
-    if rules.share_prompts:  # Long completions have most logits. Short completions copy most keys.
+    if rules.share_prompts:  # Rows of long completions have most logits. Rows of short completions copy most keys.
         shapes = {shape, (prompt, max(1, completion // SHORT), count)}
     else:
         shapes = {(prompt, completion, 1)}
@@ -69,14 +75,16 @@ def measure(
             before = torch.cuda.memory_allocated(device)
             peaks.append(math.inf)
             with contextlib.suppress(torch.OutOfMemoryError):
-                train(dummy_row(STEP, of, device))  # Makes gradients, as before a step's later micro-batches.
+                # This first row allocates gradients, which exist in all micro-batches of a step but the first.
+                train(dummy_row(STEP, of, device))
                 torch.cuda.reset_peak_memory_stats(device)
                 train(row)
                 peaks[-1] = torch.cuda.max_memory_allocated(device) - before
             clean()
         return max(gather(max(peaks)))
 
-    torch.cuda.empty_cache()  # torch's cached memory of the engine's CUDA stream is unusable in the policy's
+    # The policy's CUDA stream can't use memory that torch caches for the engine's stream.
+    torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
     return fill(peak, int(SHARE * min(gather(free))), max(LARGEST * ranks_per_sequence, prompt + completion))
@@ -91,7 +99,7 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
         room = min(left - prompt, longest * count)
         groups.append((prompt, [min(longest, room - start) for start in range(0, room, longest)]))
         left -= prompt + room
-    if left:  # A group needs two tokens.
+    if left:  # A single token is left, but a group needs two.
         groups[-1][1][-1] += left
     return dummy(device, groups)
 
@@ -99,8 +107,10 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 def back_off(
     rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str, among: int = 1
 ) -> tuple[PackingRules, list[StepBatch]]:
-    """Halve the token budget, and pack the failed step (the first ``among`` batches) and the later steps again. All
-    ranks must call this after any rank ran out of memory."""
+    """Halve the token budget after any rank ran out of memory. All ranks must call this.
+
+    Return the new rules, and all ``batches`` packed by them. The first ``among`` batches are the failed step.
+    """
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
@@ -114,9 +124,9 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Return the step in new rows, none of them trained. Per-token values that all old rows have are copied."""
+    """Pack a step's groups into new rows, and count none as trained. Copy per-token values that all old rows have."""
     rows = pack_step(batch.groups, rules)
-    for name in ("old_logprobs", *kinds()):  # Tensors [N].
+    for name in ("old_logprobs", *kinds()):
         recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]
         if not recorded or len(recorded) < len(batch.rows):
             continue
@@ -137,7 +147,10 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Free gradients and a failed forward's activations, which the caller's exception must no longer hold."""
+    """Free gradients and a failed forward's activations.
+
+    The caller must have dropped the forward's exception, because its traceback holds the activations.
+    """
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():

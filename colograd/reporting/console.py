@@ -21,9 +21,9 @@ PHASES = (
     "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
-COLUMNS = 120  # Maximum characters of a step's line.
-LONG = 10.0  # Seconds of a phase before its first line of progress.
-SHORTEST = 0.005  # Minimum seconds of a phase in a step's line.
+COLUMNS = 120  # A step's line names phases only while it has at most so many characters.
+LONG = 10.0  # A phase prints its first line of progress after so many seconds.
+SHORTEST = 0.005  # A step's line leaves out phases of fewer seconds.
 RECENT = 20
 
 LOGGER = logging.getLogger("colograd")
@@ -44,7 +44,8 @@ class Console(TrainerCallback):
             with contextlib.suppress(OSError, ValueError):  # Printing fails if a disk is full or a pipe closed.
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()
-            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # A log handler may write UTF-8, which lacks surrogates.
+            # A log handler may write UTF-8, which can't encode surrogates, so `clean` removes them.
+            LOGGER.log(level, "%s", clean(line), stacklevel=2)
 
     def warn(self, line: str) -> None:
         self.say(line, logging.WARNING)
@@ -72,7 +73,7 @@ class Console(TrainerCallback):
                 rates[name] = f" ({metrics[f'train/{tokens}_tokens'] / seconds[name]:,.0f} tok/s)"
         left = self._time_left(step, max_steps)
         tail = f" | {left}" if left else ""
-        # As many phases as fit, the longest ones. Token rates only if two phases fit with them.
+        # The line names the longest phases, as many as fit. It has token rates only if two phases fit with them.
         longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
         with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
         line = head + tail
@@ -136,7 +137,7 @@ def until(seconds: float, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then with each doubling."""
+    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then when the time has doubled."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)

@@ -21,10 +21,10 @@ def _nothing() -> Iterator[None]:
 class NoRecord(TrainerCallback):
     """The recorder of a run that isn't recorded. An extension's recorder overrides all methods."""
 
-    trackers: Any = None  # Sends charts to trackers such as wandb.
+    trackers: Any = None  # An object that sends charts to trackers such as wandb, or None.
 
     def nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a context manager that also works as a decorator, for the methods that are contexts."""
+        """Do nothing, for each method below. Return a context manager, because some of them are used as contexts."""
         return _nothing()
 
     # Contexts. `run`: a whole training. `watching`: sampling on this rank. `trains`: forward and backward passes of an
@@ -57,7 +57,7 @@ class Events:
                 self.completions.add(steps, trainer.decode, trainer.state)
 
     def evaluated(self, groups: Sequence[ScoredGroup], name: str, trainer: Any) -> None:
-        """Write an evaluation's groups. All ranks must call this."""
+        """Pass an evaluation's groups to the recorder and to the completions log. All ranks must call this."""
         self.recorder.evaluated(groups, name)
         if self.completions is not None:
             self.completions.add_evaluation(groups, trainer.decode, trainer.state, name)

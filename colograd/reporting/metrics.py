@@ -21,7 +21,9 @@ class Metrics:
     """One rank's means, totals, minima and maxima. Values may be GPU tensors; only `reduce` copies them to the host."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], Any] = {}  # By (key of `JOINS`, name). A mean is sum and count.
+        self._sums: dict[
+            tuple[str, str], Any
+        ] = {}  # (Key of `JOINS`, metric's name) -> value. A mean has a sum and a count.
         self._extremes: dict[tuple[str, str], list[Any]] = defaultdict(list)
 
     def total(self, name: str, value: float | torch.Tensor, kind: str = "total") -> None:
@@ -66,7 +68,7 @@ class PhaseTimes:
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._step_began = time.perf_counter()
-        self._synchronize = synchronize  # Wait for CUDA, so that a phase is charged with its kernels.
+        self._synchronize = synchronize  # Wait for the GPU when a phase ends, so that its time includes its kernels.
         self._retries = self._alloc_retries()
 
     @contextmanager
@@ -86,7 +88,7 @@ class PhaseTimes:
         self.seconds[target] += seconds
 
     def begin_step(self) -> None:
-        """Start a new step. Drop the seconds since the last one, which logging, evaluating or saving took."""
+        """Start a new step. Drop the seconds since the last step's end: logging, evaluating or saving took them."""
         self.seconds.clear()
         self._step_began = time.perf_counter()
 

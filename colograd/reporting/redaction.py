@@ -17,7 +17,7 @@ _SECRET = re.compile(
 
 def is_secret(name: str, value: Any) -> bool:
     if isinstance(value, dict | list):
-        return False  # Its entries may be secrets.
+        return False  # A mapping or list isn't a secret itself. Its entries may be, and need a check of their own.
     return (name == "token" and value is not None) or _SECRET.search(f"{name}: {value}") is not None
 
 

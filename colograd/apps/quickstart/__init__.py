@@ -11,12 +11,12 @@ from ...runtime import process
 
 
 def output_folder(task: str, model: str) -> Path:
-    """Return the folder from ``--output`` of a task's command line, and hide other packages' log lines."""
+    """Return the folder that ``--output`` names on a task's command line. Also hide other packages' log lines."""
     parser = argparse.ArgumentParser(f"python -m colograd.apps.quickstart.{task}", description="Make the model folder.")
     default = Path("models", model)
     parser.add_argument("--output", type=Path, default=default, metavar="DIR", help="the model folder to make")
     output: Path = parser.parse_args().output
     os.environ["TQDM_DISABLE"] = "1"  # tqdm reads TQDM_DISABLE when it is imported.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Without DS_ACCELERATOR deepspeed prints a search for a GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Else deepspeed prints how it looks for a GPU.
     process.quiet_logs(False)
     return output

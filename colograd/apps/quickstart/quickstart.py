@@ -28,8 +28,10 @@ MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "to
 
 
 def convert_model(output: Path) -> Path:
-    """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s), completely or not at all.
-    If several processes call this, one converts and the others wait."""
+    """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB), completely or not at all.
+
+    It takes about 30 s. If several processes call this for one folder, one converts and the others wait.
+    """
     output = Path(output).absolute()
     if _is_complete(output):
         return output
@@ -39,7 +41,7 @@ def convert_model(output: Path) -> Path:
         handle = os.open(output.parent, os.O_RDONLY)
         stack.callback(os.close, handle)
         fcntl.flock(handle, fcntl.LOCK_EX)  # The kernel frees the lock when a process dies.
-        if _is_complete(output):  # Another process made the folder while this process waited.
+        if _is_complete(output):  # Another process made the folder while this process waited for the lock.
             return output
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ValueError(
@@ -91,15 +93,16 @@ def _write_model(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     ).to(torch.bfloat16)
-    # The GGUF file names the base model's training data.
+    # In the GGUF file this name is the base model's training data.
     model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    model.config.rms_norm_eps = 1e-5  # 9.999999747378752e-06 in the GGUF file, a float32.
+    model.config.rms_norm_eps = 1e-5  # The GGUF file has 1e-5 rounded to float32.
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # safetensors makes the file private.
+    # safetensors writes a file that only its owner may read.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
 def _tokenizer(source: Path) -> Any:
@@ -107,8 +110,8 @@ def _tokenizer(source: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # transformers 5.17 reads four settings of this file wrongly. The end-of-sequence token is "<|im_start|>", the
-    # pre-tokenizer doesn't split digits, the decoder is SentencePiece's, decoding removes spaces before punctuation.
+    # From this GGUF file transformers 5.17 takes four wrong settings. The end-of-sequence token is "<|im_start|>". The
+    # pre-tokenizer doesn't split digits. The decoder is SentencePiece's. Decoding removes spaces before punctuation.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])

@@ -26,7 +26,7 @@ from ...training.checkpointer import Checkpointer
 from ...training.preparation import PreparedRun, reader_of
 from ...training.recorded_settings import OF_GROUPS, settings_of
 
-MOST_FIGURE_BYTES = 2**24  # of each `steps.jsonl`
+MOST_FIGURE_BYTES = 2**24  # Maximum bytes to read of each file of recorded losses and gradient norms.
 PROFILE_ROWS = 30
 
 
@@ -37,7 +37,7 @@ class Replay:
     last: int
 
     def starts(self) -> list[int]:
-        """Return the checkpoints before ``first``, latest first, and then 0 for the model."""
+        """Return the steps of checkpoints before step ``first``, latest first. A last 0 means the initial model."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
@@ -47,7 +47,10 @@ def steps_named(first: int, last: int) -> str:
 
 
 class ReplayStore(RolloutStore):
-    """The replayed run's rollout log, read-only. Settings that only training depends on may differ from the record."""
+    """The replayed run's rollout log (the record of sampled groups), which a replay only reads.
+
+    Settings that only training depends on may differ from the recorded ones.
+    """
 
     def __init__(self, replay: Replay, rank: int, settings: Mapping[str, object], reader: Any = None) -> None:
         super().__init__(replay.run, rank, settings, reader, OF_GROUPS)
@@ -78,11 +81,11 @@ class ReplayStore(RolloutStore):
         raise JournalError(problem)
 
     def _open(self, folder: Path, about: About, evaluation: str) -> None:
-        """Open no file, so that method `add` writes nothing."""
+        """Open no file, so that nothing is written into the rollout log."""
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Only warn, because changed training settings lead to other weights."""
+        """Only warn if the weights differ from the sampling weights, because a replay may change training settings."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:
@@ -97,7 +100,7 @@ class ReplayStore(RolloutStore):
 
 
 def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """Read the loss and gradient norm by step. If a step has several lines, the first counts."""
+    """Read the loss and gradient norm of each step. If a step has several lines in the file, the first counts."""
     figures_of = dict[int, dict[str, float]]()
     for step, entry in steps_in(folder / FIGURES, MOST_FIGURE_BYTES):
         try:
@@ -114,7 +117,7 @@ def _shown(figures: Mapping[str, float]) -> str:
 class ReplaySampler(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The first rank of an engine recorded the groups of all its ranks.
+        # Only the first rank of an engine reads recorded groups, because it recorded the groups of all its ranks.
         self.on_leader = lambda draw, others: others if self.config.layout.engine_place else draw()
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
@@ -132,7 +135,7 @@ class ReplaySampler(Sampler):
 
 
 class Unasked:
-    """Stand-in for a reward function, because a replay uses recorded rewards."""
+    """Stand-in for a reward function. A replay uses recorded rewards, so a call is an error."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -142,7 +145,10 @@ class Unasked:
 
 
 class Replayer(GRPOTrainer):
-    """A trainer of recorded steps. ``flags`` are the command's changed settings, ``profile`` is a folder."""
+    """A trainer of recorded steps.
+
+    ``flags`` are the settings that the command changes. ``profile`` is the folder to write a profile into.
+    """
 
     samples = False
 
@@ -161,7 +167,7 @@ class Replayer(GRPOTrainer):
         with on_all_ranks("the journal"):
             recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
-            functions = as_list(reward_funcs)  # environments add theirs later
+            functions = as_list(reward_funcs)  # Reward functions of tool environments are added later.
             rewards = [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
             if 0 < args.max_steps < replay.last:
                 raise ValueError(
@@ -175,7 +181,7 @@ class Replayer(GRPOTrainer):
         self._recorded_figures: dict[int, dict[str, float]] = {}
         for folder in self.rounds.rounds().values():
             self._recorded_figures |= read_figures(folder)
-        self._apart: list[dict[str, float]] = []  # differences from the record, one entry per step
+        self._apart: list[dict[str, float]] = []  # Per step: absolute differences from the recorded figures.
 
     sampler_class = ReplaySampler
 
@@ -235,7 +241,7 @@ class Replayer(GRPOTrainer):
             self._profiler.export_chrome_trace(str(trace))
             rows = self._profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS)
             table.write_text(rows, encoding="utf-8")
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError, too
+        except (OSError, RuntimeError) as error:  # Writing a trace may raise RuntimeError.
             return f"profile: {folder} can't be written ({error})"
         return f"profile: {trace} (for chrome://tracing or Perfetto) and {table}"
 
@@ -253,7 +259,7 @@ class Replayer(GRPOTrainer):
 
 
 class ReplayCheckpoints(Checkpointer):
-    """The replayed run's checkpoints, read-only."""
+    """The replayed run's checkpoints, which a replay only reads."""
 
     def __init__(self, trainer: GRPOTrainer, replay: Replay) -> None:
         super().__init__(trainer)

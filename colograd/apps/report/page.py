@@ -27,14 +27,16 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # The model card links to this name.
-# Maximum compressed bytes of a page's steps without and with completions. Base64 adds a third.
+
+# A page holds compressed steps of about so many bytes: ROLLOUT_BYTES of steps without completions, COMPLETION_BYTES of
+# steps with completions. Base64, in the page, adds a third.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
 STEP_JSON_BYTES = 2_000_000
 POINTS = 2000
 MOST_SPREADS = 400
 MOST_PROMPTS = 300
-FLAT = 1e-6  # Rewards with a smaller spread count as equal.
+FLAT = 1e-6  # A group's rewards count as equal if their spread is at most this.
 STEP_GROUPS = 256
 
 
@@ -89,7 +91,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
         packed: dict[int, bytes] = {}
         recorded, held = {*run.samples.steps}, []
-        # remaining bytes for steps without completions, and for steps with completions
+        # Remaining bytes for steps without completions, and for steps with completions.
         rooms = [ROLLOUT_BYTES // len(runs), COMPLETION_BYTES // len(runs)]
         for step in spread_out(dict(found["held"]), alarms):
             kind = int(step in recorded and rooms[1] > 0)
@@ -101,7 +103,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         for step in sorted(packed):
             block = base64.b64encode(packed[step]).decode()
             blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
-        del found["changed"]  # only a live page needs it
+        del found["changed"]  # Only a live page needs the steps' last changes.
         found["held"] = sorted(held)
         found["chosen"] = [sum(kind for _, kind in held), len(recorded)]
         data.append(found)
@@ -113,7 +115,13 @@ def compact(value: Any) -> str:
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
-    """Return the page's HTML. ``blocks`` are compressed steps, ``connect`` the addresses that scripts may load."""
+    """Return the page's HTML.
+
+    Args:
+        data: the page's data without steps; scripts read it as JSON.
+        blocks: HTML elements with compressed steps.
+        connect: the content security policy's addresses for scripts that load data.
+    """
     # Scripts and styles aren't escaped, so their files may not contain an end tag.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
@@ -122,7 +130,7 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
         f"default-src 'none'; script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    escaped = compact(data)  # In JavaScript U+2028 and U+2029 are line ends.
+    escaped = compact(data)  # `<` could end the script element. In JavaScript U+2028 and U+2029 are line ends.
     for character in "<>&\u2028\u2029":
         escaped = escaped.replace(character, f"\\u{ord(character):04x}")
     parts = {"POLICY": policy, "STYLE": style, "DATA": escaped, "BLOCKS": blocks, "SCRIPT": script}
@@ -132,7 +140,7 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
 
 
 def overview(run: RecordedRun) -> dict[str, Any]:
-    """Return a run's data without completions. Points of long curves are means of several steps."""
+    """Return a run's data without completions. Each point of a long curve is the mean of several steps."""
     (steps, columns), (evaluated, of_evaluations) = run.steps.columns(), run.evaluations.columns()
     every, spreads = max(1, math.ceil(len(steps) / POINTS)), sorted(run.spreads, reverse=True)
     spreads = spreads[:: max(1, math.ceil(len(spreads) / MOST_SPREADS))]
@@ -148,7 +156,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
             "max_steps": whole(run.start.get("max_steps")),
             "begun": begun,
             "seen": run.last_time,
-            "recorded": bool(begun),  # whether Colograd recorded the run
+            "recorded": bool(begun),  # Only a run that Colograd recorded has a time.
         },
         "starts": [{name: value for name, value in start.items() if name != "run"} for start in run.starts],
         "run": mapping(run.start.get("run")),
@@ -163,7 +171,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
         "groups": groups_over_time(run),
         "prompts": (prompts := prompt_histories(run)),
         "texts": _texts(run, (row[0] for row in prompts["shown"])),
-        # pairs (step, whether the step has completions)
+        # Pairs (step, 1 if the step has completions, else 0).
         "held": sorted({step: int(step in completed) for step in {*run.rollouts, *run.groups, *completed}}.items()),
         "changed": run.changed,
     }
@@ -172,7 +180,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
     """Return a step's rollouts and groups, and about ``most_bytes`` of its completions."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
-    prompts: list[Any] = []  # a group's completions share one
+    prompts: list[Any] = []  # Each prompt once: a group's completions share it.
     places: dict[str, int] = {}
     for found in completions:
         place = places.setdefault(repr(found["prompt"]), len(prompts))
@@ -198,7 +206,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return the mean reward that a group with equal rewards needs to count as solved."""
+    """Return a reward. A group with equal rewards counts as solved if its rewards are at least this."""
     means = np.concatenate([NO_GROUPS, *run.groups.values()])[:, 3]
     means = means[~np.isnan(means)]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
@@ -219,7 +227,10 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Return prompts with the largest reward differences. A history is [[step, mean, spread, truncated share], ...]."""
+    """Return the prompts with the largest sums of reward spreads, each with the history of its groups.
+
+    A history is [[step, mean reward, spread of rewards, share of truncated completions], ...].
+    """
     steps, names = sorted(run.groups), list(run.prompts)
     rows = np.concatenate([NO_GROUPS, *(run.groups[step] for step in steps)])
     of_rows, keys = [step for step in steps for _ in run.groups[step]], rows[:, 0].astype(int)
@@ -242,7 +253,7 @@ def _half(amounts: Sequence[float]) -> int:
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:
-    """Return the means of blocks of ``every`` values, without an incomplete last block."""
+    """Return the means of blocks of ``every`` values. An incomplete last block is left out."""
     found = []
     for at in range(0, len(values) - every + 1, every):
         known = [value for value in values[at : at + every] if value is not None]

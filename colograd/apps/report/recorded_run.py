@@ -27,7 +27,8 @@ MOST_PROMPTS = 200_000
 MOST_ALARMS = 500
 MOST_REWARDS = 64
 MOST_KNOBS = 2000
-# Columns: prompt's number, position, G, mean and spread of rewards, truncated share, 1 if the group has a signal.
+# An empty table of a step's groups. The columns: the prompt's index in `prompts`, position, number of completions,
+# mean and spread of rewards, share of truncated completions, and 1 if the group has a learning signal.
 NO_GROUPS = np.empty((0, 7))
 OF_TRAINING_STEPS = ("reward", "loss", "grad_norm", "learning_rate", "step_time")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -35,7 +36,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 class Table:
     def __init__(self) -> None:
-        self.names: dict[str, str] = {}  # interned: the rows of all steps share these strings as keys
+        self.names: dict[str, str] = {}  # All rows use these string objects as keys, which saves memory.
         self.rows: dict[int, dict[str, float]] = {}
 
     def put(self, step: int, values: Mapping[str, Any]) -> None:
@@ -55,7 +56,7 @@ class RecordedRun:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
-        self.change = 0  # number of refreshes with new data
+        self.change = 0  # Number of refreshes that found new data.
         self._events = Tail(self.folder, EVENTS)
         self._state_seen: tuple[str, int, int] | None = None
         self._forget()
@@ -66,14 +67,14 @@ class RecordedRun:
         self.starts: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
-        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # step -> rank -> compressed event
+        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Step -> rank -> compressed event.
         self.spreads: dict[int, dict[str, Any]] = {}
-        self.groups: dict[int, np.ndarray] = {}  # step -> rows with the columns of `NO_GROUPS`
-        self.prompts: dict[str, int] = {}  # key of a prompt -> number
-        self.texts: dict[str, str] = {}  # key of a prompt -> the text's beginning
+        self.groups: dict[int, np.ndarray] = {}  # Step -> rows with the columns of `NO_GROUPS`.
+        self.prompts: dict[str, int] = {}  # Key of a prompt -> its index, in order of appearance.
+        self.texts: dict[str, str] = {}  # Key of a prompt -> the beginning of its text.
         self.alarms: list[dict[str, Any]] = []
         self.last_time: float | None = None
-        self.changed: dict[int, int] = {}  # step -> number of its last change
+        self.changed: dict[int, int] = {}  # Step -> `change` when the step last got data.
         self.samples = Samples(self.folder)
 
     @property
@@ -97,7 +98,7 @@ class RecordedRun:
             time, step = number(event.get("time"), 14), whole(event.get("step"))
             self.last_time = self.last_time if time is None else time
             if step is not None:
-                with contextlib.suppress(Exception):  # Colograd didn't write such a line
+                with contextlib.suppress(Exception):  # A line that raises wasn't written by Colograd, so skip it.
                     self._take(step, event)
         if touched := self.samples.refresh():
             fresh, self.changed = True, self.changed | dict.fromkeys(touched, self.change)
@@ -110,7 +111,7 @@ class RecordedRun:
     def _take(self, step: int, event: dict[str, Any]) -> None:
         match event["kind"]:
             case "start":
-                if step == 0 and not event.get("resumed") and self.steps.rows:  # a new run in this folder
+                if step == 0 and not event.get("resumed") and self.steps.rows:  # A new run has begun in this folder.
                     self._forget()
                 known = {name: plain(event.get(name)) for name in ("step", "max_steps", "resumed", "time")}
                 self.starts.append(known | {"run": _described(event.get("run"))})
@@ -182,7 +183,10 @@ class RecordedRun:
             self.steps.put(step, rest)
 
     def _refresh_state(self) -> bool:
-        """Read `log_history` of the run, or of its newest checkpoint, if it has changed."""
+        """Read `log_history` from the run's trainer_state.json, or from its newest readable checkpoint's.
+
+        Return False if nothing has changed since the last call.
+        """
         names = [STATE]
         with contextlib.suppress(OSError):
             found = [match for path in self.folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]

@@ -22,18 +22,18 @@ MOST_SAMPLE_BYTES = 2**28
 LONGEST_TEXT = 200_000
 MOST_TOKENS = 4096
 MOST_TURNS = 1024
-MILLI = 1000  # A page gets log-probabilities in thousandths.
+MILLI = 1000  # A page gets log-probabilities as whole numbers of thousandths.
 PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
 _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
 
 class Samples:
-    """Finds a run's completions by step. They stay in their files until a page needs them."""
+    """Finds a run's completions by step. Only `of_step` reads them from their files, because they may be large."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # step -> purpose -> file
-        self.stored: set[int] = set()  # steps with samples
+        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # Step -> purpose -> file of the completions log.
+        self.stored: set[int] = set()  # Steps with completions that were recorded token by token.
         self._offset = 0
 
     @property
@@ -41,7 +41,7 @@ class Samples:
         return sorted({*self.stored, *self.files})
 
     def refresh(self) -> list[int]:
-        """Return the steps of new samples and files."""
+        """Look for new completions in the run's folder. Return their steps."""
         touched = []
         with contextlib.suppress(OSError):
             for path in os.scandir(self.folder / FOLDER):
@@ -60,18 +60,21 @@ class Samples:
         return touched
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """Return whole groups, about ``most_bytes`` in all, and the number of omitted completions."""
-        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (purpose, position) -> index -> completion
+        """Return the completions of whole groups, and the number of omitted completions.
+
+        Groups are added while all together have at most about ``most_bytes``. The first is added at any size.
+        """
+        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
         for purpose, name in sorted(self.files.get(step, {}).items()):
             if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
-                with file, contextlib.suppress(Exception):  # a bad file can raise any error
+                with file, contextlib.suppress(Exception):  # A bad file can raise any error.
                     for found in _rows(file, "train" if purpose == "completions" else text(purpose, 100)):
                         groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
         room = most_bytes
-        for group in groups.values():  # recorded groups first
+        for group in groups.values():  # Groups that were recorded token by token come first.
             size = sum(map(_size, group.values()))
             if not kept or size <= room:
                 room -= size
@@ -83,7 +86,7 @@ class Samples:
         if step in self.stored and (file := open_inside(self.folder, SAMPLES)) is not None:
             with file:
                 for record in read_records(file, lambda at: at == step, MOST_SAMPLE_BYTES):
-                    with contextlib.suppress(Exception):  # untrusted content
+                    with contextlib.suppress(Exception):  # A run's files may come from anyone and contain anything.
                         yield from filter(None, map(_recorded, json.loads(record.content)))
 
 
@@ -111,7 +114,10 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a completion token by token, or None without valid tokens. Lists with too few entries are left out."""
+    """Return a recorded completion with its tokens, or None if a token isn't a text.
+
+    Per-token values with fewer entries than tokens are left out.
+    """
     tokens = items(entry.get("tokens"))[:MOST_TOKENS]
     if not all(isinstance(token, str) for token in tokens):
         return None
@@ -130,7 +136,7 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
         "cut": True if entry.get("cut") is True else None,
     }
     return {
-        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # the tokens are the text
+        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # `tokens` has the text.
         "key": text(entry.get("key"), 64),
         "tokens": [text(token, 200) for token in tokens],
         **{name: value for name, value in optional.items() if value is not None},
@@ -146,7 +152,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """Join [1, 0, 1] into "101". None means that all values are 1, or that there are too few."""
+    """Join [1, 0, 1] into "101". Return None if all values are 1, or if there are fewer than ``many``."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None
@@ -161,7 +167,7 @@ def _prompt(value: Any) -> Any:
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
-    """Return the answers in an agent's session, each with the index of the preceding answer."""
+    """Return the model's answers in an agent's session. ``after`` is the index of the answer that one continues."""
     found: list[dict[str, Any]] = []
     for turn in map(mapping, items(value)[:MOST_TURNS]):
         after = whole(turn.get("after"))
@@ -175,8 +181,10 @@ def _session(value: Any) -> list[dict[str, Any]] | None:
 def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
     """Yield the completions in a file of Colograd's or TRL's completions log."""
     file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
-    places: dict[int, int] = defaultdict(int)  # position -> next index
-    prompts: dict[str, int] = {}  # prompt -> first row, because TRL's files have no position
+    places: dict[int, int] = defaultdict(int)  # Position of a group -> index of its next completion.
+
+    # Prompt -> its first row's index, which replaces the position that TRL's files lack.
+    prompts: dict[str, int] = {}
     for at, (row, values, extra) in enumerate(file.rows(pictures=True)):
         prompt, written = prompt_of(row.get("prompt")), row.get(TEXT)
         position = whole(row.get("position"))

@@ -28,8 +28,10 @@ HEADERS = {
     "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }  # fmt: skip
-LOOK_SECONDS = 1.0  # between two looks for new data, however many pages are open
-REQUEST_SECONDS = 20  # a request without data for so long is dropped
+LOOK_SECONDS = 1.0  # The server reads the run's files at most once in this time, however many pages are open.
+
+REQUEST_SECONDS = 20  # A connection that sends nothing for so long is closed.
+
 _ADDRESS = re.compile(r"/data\?after=([0-9]{1,15})|/step\?step=([0-9]{1,15})")
 
 
@@ -86,12 +88,12 @@ class Server(ThreadingHTTPServer):
             return of_step(self.run, step, STEP_JSON_BYTES)
 
     def server_bind(self) -> None:
-        # HTTPServer's method may contact a name server.
+        # HTTPServer.server_bind would look up the host's full name, which may contact a name server.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore pages that were closed in the middle of an answer."""
+        """Print no traceback, because a user may close a page in the middle of an answer."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -133,7 +135,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a Host header may be ours. In a DNS rebinding attack it has the name of a foreign page."""
+    """Return whether a request's Host header may name this server, which listens at ``served``.
+
+    A foreign page's script can reach this server by DNS rebinding. Its requests then have the foreign page's name.
+    """
     try:
         name = urlsplit(f"//{(host or '').strip()}").hostname or ""
         if name in ("localhost", served.lower()):

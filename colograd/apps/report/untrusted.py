@@ -1,4 +1,7 @@
-"""Checked and bounded values from files of a run that may come from anyone. Only files in the run's folder are read."""
+"""Read files of a run that may come from anyone: check values and limit their sizes.
+
+Only files inside the run's folder are read.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BLOCK = 2**20
-LARGEST_STEP = 2**53  # JavaScript represents smaller integers exactly.
+LARGEST_STEP = 2**53  # JavaScript represents all smaller integers exactly.
 LONGEST_TEXT = 4_000
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a regular file inside a folder without blocking. None if it is missing or a link to the outside."""
+    """Open a regular file inside a folder. Return None if it is missing, or a link to the outside.
+
+    Opening never waits, even if ``name`` is a pipe.
+    """
     root = folder.resolve()
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # circular links, "\0"
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # Circular links and "\0" in a name raise.
         path = (root / name).resolve()
         if path.is_relative_to(root):
             number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -62,7 +68,11 @@ class Tail:
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
-    """Return a line's JSON object, or None. A killed run may have left text before the last ``beginning``."""
+    """Return a line's JSON object, or None if it has none.
+
+    A killed run may have left half a line, and the next run its event on the same line. Then parse from the last
+    ``beginning``.
+    """
     for part in (line, line[max(line.rfind(beginning), 0) :]):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(part)
@@ -90,7 +100,7 @@ def whole(value: Any) -> int | None:
 
 
 def text(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """Return a text that UTF-8 can encode, cut to ``longest`` characters."""
+    """Return a text that UTF-8 can encode, cut to ``longest`` characters. Other types become an empty text."""
     if not isinstance(value, str):
         return ""
     cut = value if len(value) <= longest else value[:longest] + " …"

@@ -14,7 +14,7 @@ from ...runtime import registry
 
 LORA_RANK = 16
 MOST_RANKS = 1024
-SHORTEST = 256  # Tokens of a context.
+SHORTEST = 256  # No shorter context (in tokens) is proposed.
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
@@ -34,7 +34,7 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield "gradient_checkpointing: true"
     if on_gpu and not run.sleeps and fit(sleeps=True):
         yield "vllm_enable_sleep_mode: true"
-    for offer in registry.hooks("host_remedies"):  # Functions (run, strategy, fit) -> changes.
+    for offer in registry.hooks("host_remedies"):
         yield from offer(run, strategy, fit)
     if on_gpu and run.reference and fit(reference=0):
         yield "offload_reference: true"
