@@ -263,7 +263,7 @@ class Writer:
 
     def _read(self, subject: str, of: int) -> Any:
         key, started = f"{self._name}/{subject}/{of}", time.monotonic()
-        while not self._store.check([key]):  # `get` would block the store for the training thread
+        while not self._store.check([key]):  # `get` would lock the store, which the training thread also uses
             until = started + time_limit().total_seconds()
             if time.monotonic() > min(until, self._deadline):
                 reason = "this rank ends by an error" if self._deadline < until else "ddp_timeout has passed"
