@@ -69,7 +69,7 @@ class Watchdog:
         self._end, self._each = end, each
         self._watched: int | None = None
         self._idle = 0.0  # Seconds that the training thread has made no progress.
-        self._seen: int | None = None  # `_count` at the last check. None if the training thread waited or wasn't watched.
+        self._seen: int | None = None  # `_count` at the last check. None: the thread waited, or wasn't watched.
         self._is_armed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="colograd-watchdog", daemon=True)
