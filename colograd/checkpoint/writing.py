@@ -48,7 +48,7 @@ _numbers = itertools.count(1)  # equal on all ranks, which create `Writer` objec
 class Image:
     """The bytes of one safetensors file in host memory. ``layout`` is the file's header without the tensors' offsets.
 
-    `HostFiles` reuses an image for the next file with equal name and layout, because allocating memory takes longer than copying."""
+    `HostFiles` reuses an image for a file with equal name and layout: allocating memory takes longer than copying."""
 
     def __init__(
         self, layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device | None = None

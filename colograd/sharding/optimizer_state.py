@@ -2,7 +2,7 @@
 
 For each part of a parameter that the rank's optimizer updates, and each of its states, a file has a tensor
 ``parameter name|index of the part's first element|state name``. The index counts in the flattened parameter, or in the
-rank's tensor-parallel part of it, which the header describes under ``shards``."""
+rank's tensor-parallel part, which the file's header describes under ``shards``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
     start: int
     stop: int
     values: Any  # Elements, which slicing may read from the file, or a scalar's tensor.
-    shard: Shard | None = None  # Part of the parameter in which ``start`` and ``stop`` count. None: the whole parameter.
+    shard: Shard | None = None  # Part that ``start`` and ``stop`` count in. None: the whole parameter.
 
 
 State = Mapping[str, Mapping[str, Sequence[Stored]]]  # by parameter name, then by state name
@@ -162,7 +162,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
     path = folder / "optimizer.pt"
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} has no optimizer state ({path.name}, {PATTERN}). Use a complete checkpoint.")
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # memory-mapped, so that a rank reads only the elements of its parts
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # a rank reads only its part
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
         states = stored.setdefault(order[index], {})

@@ -32,7 +32,7 @@ class Owned:
     part: torch.Tensor  # Tensor in the optimizer's groups, in memory of the policy.
     start: int  # Index of the first element in the flattened parameter, or in its flattened part ``shard``.
     stop: int  # Index of the last element, plus 1.
-    shard: Shard | None = None  # This rank's tensor-parallel part of the parameter. None if ``start`` counts in the whole parameter.
+    shard: Shard | None = None  # This rank's tensor-parallel part. None: ``start`` counts in the parameter.
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of ``whole``, a tensor of the parameter's shape, in the shape of ``part``."""
@@ -42,7 +42,7 @@ class Owned:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of collectives since the last `take`, for metrics ``sync/..._bytes``."""
+    """Bytes that were reduced, gathered and published since the last `take`, for metrics ``sync/..._bytes``."""
 
     reduced: int = 0
     gathered: int = 0
@@ -99,7 +99,7 @@ class ShardingStrategy(ABC):
         try:
             loss.backward()
         except BaseException as error:
-            if self.meets_in_backward:  # Free activations, because the collectives that other ranks wait for need memory.
+            if self.meets_in_backward:  # Free activations: collectives that other ranks wait for need memory.
                 loss.detach_()  # frees the graph, although callers refer to the loss
                 forget_frames(error)
                 if loss.is_cuda:

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..parallel import watchdog
 from ..parallel.shards import Shard
 
-# Names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
+# Names of an expert's matrices in saved files, ordered as in the model's stacked parameter.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 MOST_ELEMENTS = 2**24  # Maximum elements that one read takes from a file (at least a row), if a rank has only some columns.
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # Names of an MoE block, in transformers and in some checkpoints.
