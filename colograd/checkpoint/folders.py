@@ -55,7 +55,7 @@ def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)  # if the process dies before the next line, `sweep` undoes this if not `keeps_old`
+        os.rename(final, old)  # if the process dies here, `sweep` undoes this, unless `keeps_old`
     os.rename(aside, final)
     flush(final.parent)
     if not keeps_old:

@@ -21,7 +21,7 @@ from ..parallel.ranks import RankError, on_all_ranks
 from ..sharding.weight_files import WeightFiles
 
 STATE_FILE = "trainer_state.json"
-LARGEST_JSON = 2**30  # maximum bytes; the log of many thousand steps needs a few million
+LARGEST_JSON = 2**30  # maximum bytes of a JSON file; the log of many thousand steps needs a few million
 PICKLED = ("rng_state*.pth", "optimizer.pt", "scheduler.pt", "scaler.pt")
 JSON = (STATE_FILE, "prompts.json", "lengths_*.json", "model.safetensors.index.json", "adapter_config.json")
 COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")

@@ -73,7 +73,7 @@ class TeacherLogits:
         return self
 
     def read(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return a tile like `tile`, and update the running sums."""
+        """Return a tile of the teacher's logits y, and update the running maximum and sum of e^(y - maximum)."""
         tile = self.tile(row, vocabulary)
         largest = torch.maximum(self.maximum[row], tile.amax(dim=1))
         self.total[row] *= (self.maximum[row] - largest).exp()
@@ -86,12 +86,13 @@ class TeacherLogits:
         return self.read(row, vocabulary).neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """``gaps``: x - y. ``power``: e^(x - max x)."""
+        """Update the running sum `gap`. ``gaps``: x - y of a tile. ``power``: e^(x - max x) of the tile."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and log sum e^y (N,). ``total``: sum of e^(x - max x). ``normaliser``: log sum
-        e^x."""
+        """Return the divergence (N,), and log sum e^y (N,).
+
+        ``total``: sum of e^(x - max x), (N,). ``normaliser``: log sum e^x, (N,)."""
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 

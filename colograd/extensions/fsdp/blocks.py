@@ -72,8 +72,8 @@ def cut(
 ) -> Blocks:  # fmt: skip
     """Apply `fully_shard` to a model in place, block by block.
 
-    ``exchange`` runs a block's collective. ``gradients``: dtype of gradient sums. ``reshard``: whether
-    layers free their gathered weights after a forward. ``offload``: whether rows move to page-locked host memory."""
+    ``exchange`` runs a block's collective. ``gradients``: dtype of gradient sums. ``reshard``: whether layers free
+    their gathered weights after a forward. ``offload``: whether rows move to page-locked host memory."""
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -110,7 +110,7 @@ def cut(
     for module in (*blocks.head, model):
         shard(module, False)
     for block in blocks.all():
-        block.set_gradient_divide_factor(1.0)  # `divide_gradients` divides later.
+        block.set_gradient_divide_factor(1.0)  # Only sum here: `divide_gradients` divides later.
         block.set_force_sum_reduction_for_comms(True)
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):

@@ -149,7 +149,7 @@ class GatheredWeights(PlannedSync):
 
 
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
-    """Return weight sync `gathered`. If possible, let the policy share the engine's memory until FSDP shards the policy.
+    """Return weight sync `gathered`. If possible, the policy shares the engine's memory until FSDP shards the policy.
 
     Then the device needs no memory for two copies of the weights."""
     if not any(obstacle(part) for part in pairing.slices):

@@ -50,20 +50,20 @@ class FullySharded(SharedParts):
         dtypes = (gradient_dtype(p) for p in model.parameters() if p.requires_grad)
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []
-        # All exchanges of a model's forward and backward, which a rank that fails completes.
+        # Exchanges of each model's forward and backward. A rank that fails takes part in all of them.
         self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}
-        self._entered: dict[Any, None] = {}  # Models with a forward or backward since the start. `discard` resets their FSDP state.
+        self._entered: dict[Any, None] = {}  # Models that have run a block, as a key each.
         self._began = False
         # This rank's rows of one block's summed gradients, and how many elements the gradient hooks have read.
         self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
-        self._whole: list[Any] = []  # Whole parameters, which FSDP allocates only during a forward and backward.
+        self._whole: list[Any] = []  # Whole trained parameters. FSDP allocates their memory only during a forward and backward.
         for block in self.blocks.all():
             block.unshard()
             self._whole += [p for p in block.parameters() if p.requires_grad and not isinstance(p, DTensor)]
             block.reshard()
         for parameter in self._whole:
-            parameter.grad_dtype = self._gradients  # A tied embedding adds two gradients, and the sum must not be rounded.
+            parameter.grad_dtype = self._gradients  # A tied embedding adds two gradients: don't round the sum.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
         # The root block comes first and contains all parameters. Later blocks then replace it as owner.
@@ -148,7 +148,7 @@ class FullySharded(SharedParts):
             try:
                 yield
             except Exception as error:
-                if not self._began:  # Other ranks run the forward. Take part in its exchanges, after which all ranks fail.
+                if not self._began:  # Other ranks run the forward. Take part in its exchanges.
                     with contextlib.suppress(Exception), self._forward(self.blocks):
                         raise error
                 raise
@@ -176,7 +176,7 @@ class FullySharded(SharedParts):
         except Exception as error:
             if self._exchanges:
                 self._entered[model] = None
-            traceback.clear_frames(error.__traceback__)  # Free activations, because the remaining exchanges need memory.
+            traceback.clear_frames(error.__traceback__)  # Free memory for the remaining exchanges.
             for exchange in self._pattern[model, kind][len(self._exchanges) :]:
                 exchange.answer(self.device, self._gradients)
             raise

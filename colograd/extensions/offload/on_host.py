@@ -1,6 +1,6 @@
 """Sharding strategies for `offload_gradients`: gradient sums in host memory, equal to device sums bit for bit.
 
-The optimizer multiplies each piece of a gradient by the clipping factor, so that clipping needs no pass over host
+The optimizer multiplies each piece of a gradient by the clipping factor, so that clipping doesn't write to host
 memory."""
 
 from __future__ import annotations
