@@ -50,14 +50,14 @@ class FullySharded(SharedParts):
         dtypes = (gradient_dtype(p) for p in model.parameters() if p.requires_grad)
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []
-        # Exchanges of each model's forward and backward. A rank that fails takes part in all of them.
+        # Exchanges of each model's forward and backward. A rank that fails still takes part in them all.
         self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}
-        self._entered: dict[Any, None] = {}  # Models that have run a block, as a key each.
+        self._entered: dict[Any, None] = {}  # Models that have begun a forward.
         self._began = False
         # This rank's rows of one block's summed gradients, and how many elements the gradient hooks have read.
         self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
-        self._whole: list[Any] = []  # Whole trained parameters. FSDP allocates their memory only during a forward and backward.
+        self._whole: list[Any] = []  # Whole trained parameters, with memory only during passes.
         for block in self.blocks.all():
             block.unshard()
             self._whole += [p for p in block.parameters() if p.requires_grad and not isinstance(p, DTensor)]

@@ -15,7 +15,7 @@ from .host_stream import ELEMENTS, HostStream, Job
 
 
 class HostAdamW(AdamWSplit):
-    host_gradients: Any = None  # An `OnHost` strategy: its gradient sums replace `grad`. None: gradients are on the device.
+    host_gradients: Any = None  # `OnHost` strategy: its gradient sums replace `grad`. None: use `grad`.
 
     def __init__(self, params: Iterable[Any], streamed: bool = False, **settings: Any) -> None:
         self.streamed = streamed

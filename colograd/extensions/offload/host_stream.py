@@ -16,7 +16,7 @@ import torch
 from ...parallel import watchdog
 from ...runtime.page_locked import host_empty
 
-ELEMENTS = 2**23  # Elements per job. At 10 bytes each, their copy takes about 2 ms on PCIe 5, far longer than a kernel launch.
+ELEMENTS = 2**23  # Elements per job. At 10 bytes each, a copy takes about 2 ms on PCIe 5, far longer than a launch.
 BUFFERS = 2
 ALIGNED = 256  # Tensors in a device buffer begin at multiples of this number of bytes, as kernels may require.
 
@@ -44,7 +44,9 @@ def on_way(gradients: int, largest: int) -> int:
 
 
 class HostStream:
-    """Runs jobs in order. ``apart``: run kernels on a separate CUDA stream, so that the caller's stream doesn't wait."""
+    """Runs jobs in order.
+
+    ``apart``: run kernels on a separate CUDA stream, so that the caller's stream doesn't wait for copies."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
