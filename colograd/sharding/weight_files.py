@@ -19,12 +19,14 @@ from ..parallel.shards import Shard
 
 # Names of an expert's matrices in saved files, ordered as in the model's stacked parameter.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-MOST_ELEMENTS = 2**24  # Maximum elements that one read takes from a file (at least a row), if a rank has only some columns.
+MOST_ELEMENTS = 2**24  # Maximum elements per read (but at least a row), if a rank has only some columns.
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # Names of an MoE block, in transformers and in some checkpoints.
 
 
 class WeightFiles:
-    """Safetensors files that `save_pretrained` wrote into ``folder``. If its index names files elsewhere, raise a ValueError."""
+    """Safetensors files that `save_pretrained` wrote into ``folder``.
+
+    Raise a ValueError if the index of the files names a file outside of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -135,7 +135,7 @@ class HostSums:
 
     @torch.no_grad()
     def add(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Queue the addition of a gradient to the sum of ``key``. The caller must not change the gradient afterwards."""
+        """Queue the addition of a gradient to the sum ``key``. The caller must not change the gradient afterwards."""
         place = self._place(key, gradient)
         flat, total = gradient.contiguous().view(-1), place.view(-1)
         stream, arrived = self._stream, self._arrived.get(key)

@@ -35,7 +35,7 @@ LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=o
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Offloading settings with their memory plan, and the bytes over the bus of a step that trains a whole generation."""
+    """Offloading settings, their memory plan, and the bytes over the bus of a step that trains a whole generation."""
 
     name: str
     run: RunDescription
