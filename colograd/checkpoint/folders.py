@@ -20,12 +20,12 @@ from . import manifest
 from .manifest import MANIFEST, Damaged, Manifest
 from .reading import reading
 
-ASIDE = ".incomplete"  # In the run's folder, so that renaming is atomic.
+ASIDE = ".incomplete"  # Folder of unfinished checkpoints, in the run's folder, so that renaming is atomic.
 DISCARDED = ".discarded"
 REPLACED = ".replaced"
 REFUSED = "refused"
 PROMPTS, SETTINGS = "prompts.json", "run_settings.json"
-# Files of a checkpoint that don't belong to the model.
+# Patterns of files in a checkpoint that don't belong to the model.
 STATE = (
     "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
     "lengths_*.json", "in_flight_*.records", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
@@ -45,7 +45,9 @@ SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)
 
 
 def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -> None:
-    """All files must be flushed to the disk already, because a folder ``checkpoint-N`` with a manifest is complete."""
+    """Write the manifest into the folder ``aside``, and rename the folder to ``final``.
+
+    A checkpoint with a manifest counts as complete. So all its files must already be flushed to the disk."""
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
     for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):
@@ -53,7 +55,7 @@ def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)  # `sweep` undoes this if the process dies before the next line
+        os.rename(final, old)  # if the process dies here, `sweep` undoes this, unless `keeps_old`
     os.rename(aside, final)
     flush(final.parent)
     if not keeps_old:
@@ -61,7 +63,7 @@ def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -
 
 
 def discard(folder: Path) -> None:
-    """Rename a checkpoint first, because a half-deleted one must never look complete."""
+    """Delete a checkpoint. Rename the folder first, because a half-deleted checkpoint must never look complete."""
     discarded = folder.with_name(f"{DISCARDED}-{folder.name}")
     shutil.rmtree(discarded, ignore_errors=True)
     os.rename(folder, discarded)
@@ -69,7 +71,9 @@ def discard(folder: Path) -> None:
 
 
 def sweep(run_dir: str | Path) -> None:
-    """Delete the remains of interrupted saves and deletions. Restore a checkpoint that has no replacement yet."""
+    """Delete the remains of interrupted saves and deletions.
+
+    If a save was interrupted while it replaced a checkpoint, and no new checkpoint exists, restore the old one."""
     for replaced in Path(run_dir).glob(f"{REPLACED}-*"):
         final = replaced.with_name(replaced.name.removeprefix(f"{REPLACED}-"))
         if final.exists():
@@ -84,10 +88,11 @@ def sweep(run_dir: str | Path) -> None:
 def rotate(
     run_dir: str | Path, limit: int | None, best: str | None, newest: int | None = None, damaged: Collection[int] = ()
 ) -> None:
-    """Delete checkpoints until ``limit`` are left, except the newest and the ``best`` one.
+    """Delete checkpoints until ``limit`` are left, but keep the newest and the ``best`` one.
 
-    Checkpoints of steps after ``newest``, the step just saved, go first: a run that resumed at an earlier step trains
-    these steps again. ``damaged`` checkpoints don't count and stay, so that the damage can be examined."""
+    ``newest`` is the step just saved. Checkpoints of later steps are deleted first, because a run that resumed at an
+    earlier step trains these steps again. Checkpoints of the steps ``damaged`` aren't counted or deleted, so that
+    users can examine the damage."""
     if limit is None or limit <= 0:
         return
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
@@ -105,14 +110,18 @@ def step_of(folder: str | Path) -> int:
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """Older versions wrote no manifest. Folders with neither file may be half-deleted by transformers."""
+    """Return the steps of the complete checkpoints: folders with a manifest or trainer_state.json.
+
+    Older versions wrote no manifest."""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
     last_files = (MANIFEST, "trainer_state.json")
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
 
 
 def check(folder: str | Path) -> bool:
-    """Raise a ValueError if files differ from the manifest. Return whether there is one: older versions wrote none."""
+    """Raise a ValueError if a checkpoint's files differ from its manifest.
+
+    Return whether the checkpoint has a manifest. Older versions wrote none."""
     try:
         files = manifest.read(Path(folder))
         if files is not None:
@@ -123,7 +132,7 @@ def check(folder: str | Path) -> bool:
 
 
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (value in the checkpoint, present value) for each difference."""
+    """Return setting -> (value in the checkpoint, present value) for each setting that differs."""
     path = Path(checkpoint) / SETTINGS
     if not path.is_file():  # an older version wrote the checkpoint
         return {}
@@ -134,7 +143,9 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 
 
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
-    """Read a checkpoint's position in a streamed dataset, or a curriculum's record."""
+    """Read a checkpoint's position in a streamed dataset, or a curriculum's record of prompts.
+
+    ``otherwise`` describes the dataset of a run without such a file, for the error message."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
@@ -146,9 +157,9 @@ def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
 
 
 def open_to_readers(folder: str | Path) -> None:
-    """Give the safetensors files in a folder the default permissions. `save_file` lets only the owner read them."""
+    """Give a folder's safetensors files the default permissions. `save_file` lets only the owner read a file."""
     probe = Path(folder, f".mode-{os.getpid()}")
-    probe.touch()  # reading the umask instead would change it for all threads
+    probe.touch()  # a process can read its umask only by changing it, which affects all threads
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(probe.stat().st_mode)
     probe.unlink()
@@ -163,7 +174,9 @@ def flush(path: Path) -> None:
 
 
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
-    """Move an earlier run's files to `_earlier`, except the folder ``model``, which the new run starts from."""
+    """Move an earlier run's files to the folder `_earlier`, and return the new place. None: there is no earlier run.
+
+    ``model``, if a folder, stays, because the new run starts from this model."""
     folder = Path(run_dir)
     if not any([*folder.glob(sign)] for sign in SIGNS):
         return None
@@ -186,7 +199,7 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
 
 
 def check_file_system(run_dir: str | Path) -> None:
-    """Mounted buckets often can't rename folders, or change files."""
+    """Raise a ValueError unless folders can be renamed and files changed, which mounted buckets often can't do."""
     trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
     renamed = trial.with_name(f"{trial.name}-renamed")
     need = "folders can't be made or renamed"
@@ -225,7 +238,7 @@ def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
             if layout.leads_node:
                 marks[layout.node].parent.mkdir(parents=True, exist_ok=True)
                 marks[layout.node].touch()
-        # A folder's listing may be outdated in a network file system.
+        # Test each path, because a network file system may give an outdated list of a folder's files.
         visible = gather([node for node, mark in enumerate(marks) if mark.exists()])
     finally:
         if layout.leads_node:

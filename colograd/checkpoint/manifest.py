@@ -25,10 +25,10 @@ class Damaged(ValueError):
 
 class Entry(NamedTuple):
     size: int
-    checksum: str  # XXH3 (128 bits), in hexadecimal
+    checksum: str  # checksum (128-bit XXH3) in hexadecimal
 
 
-Manifest = Mapping[str, Entry]  # by relative path, with slashes
+Manifest = Mapping[str, Entry]  # by path in the checkpoint, with slashes
 
 
 def entry_of(path: Path) -> Entry:
@@ -79,7 +79,9 @@ def read(folder: Path) -> Manifest | None:
 
 
 def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -> None:
-    """Compare the sizes of all ``files``, and the checksums of those in ``to_read`` (None: all)."""
+    """Raise `Damaged` if a file's size or checksum differs from the manifest's entry.
+
+    Only the files ``to_read`` are read for their checksums (None: all)."""
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():

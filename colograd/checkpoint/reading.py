@@ -21,7 +21,7 @@ from ..parallel.ranks import RankError, on_all_ranks
 from ..sharding.weight_files import WeightFiles
 
 STATE_FILE = "trainer_state.json"
-LARGEST_JSON = 2**30  # maximum bytes; the log of many thousand steps needs a few million
+LARGEST_JSON = 2**30  # maximum bytes of a JSON file; the log of many thousand steps needs a few million
 PICKLED = ("rng_state*.pth", "optimizer.pt", "scheduler.pt", "scaler.pt")
 JSON = (STATE_FILE, "prompts.json", "lengths_*.json", "model.safetensors.index.json", "adapter_config.json")
 COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")
@@ -29,7 +29,9 @@ COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")
 
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Turn an unexpected error of the body into a ValueError that names the file ``what`` and the checkpoint."""
+    """Turn an error of the body into a ValueError that names the file ``what`` and the checkpoint.
+
+    A ValueError, OSError, OutOfMemoryError or `RankError` stays."""
     try:
         yield
     except Exception as error:
@@ -54,7 +56,7 @@ def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) ->
 
 
 def look(checkpoint: str | Path) -> None:
-    """Check a checkpoint's files without loading tensors."""
+    """Raise a ValueError if a file of a checkpoint is unreadable or has unexpected content. Load no tensors."""
     folder = Path(checkpoint)
     for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:
@@ -92,7 +94,7 @@ def trainer_state(checkpoint: str | Path) -> TrainerState:
         for name in COUNTS:
             value = getattr(state, name)
             if type(value) is not int or not 0 <= value < 2**53:
-                raise TypeError(f"{name} ({value!r:.50}) must be a count")
+                raise TypeError(f"{name} ({value!r:.50}) must be an integer from 0 to 2**53 - 1")
         for name in ("epoch", "total_flos", "best_metric"):
             value = getattr(state, name)
             is_number = type(value) in (int, float) and (name == "best_metric" or math.isfinite(value))

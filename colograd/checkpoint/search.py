@@ -43,8 +43,8 @@ def search(
 ) -> tuple[str | None, set[int]]:
     """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective.
 
-    Return the folder (None: a new start), and the steps of damaged checkpoints, which a search (`true`, `auto`)
-    skips."""
+    Return the checkpoint's folder (None: the run starts anew), and the steps of damaged checkpoints. The values `true`
+    and `auto` skip damaged checkpoints."""
     damaged: set[int] = set()
     with on_all_ranks("the search for a checkpoint"):
         steps = complete_steps(run_dir)
@@ -53,7 +53,7 @@ def search(
     while True:
         with on_all_ranks("the search for a checkpoint"):
             checkpoint = find_resume(wanted, run_dir, node_steps, damaged)
-        # On a shared file system ranks may see different folders for a moment.
+        # Take rank 0's result: on a shared file system, ranks may see different folders for a moment.
         checkpoint = checkpoint if nodes_are_apart else gather(checkpoint)[0]
         damage = None if checkpoint is None else find_damage(checkpoint, layout, nodes_are_apart, console)
         if checkpoint is None or damage is None:
@@ -69,7 +69,9 @@ def search(
 def find_resume(
     wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None, damaged: Collection[int] = ()
 ) -> str | None:
-    """``steps`` has the steps of complete checkpoints per node. None: those in ``run_dir``."""
+    """Return the checkpoint to resume from: a given folder, or the newest complete one that all nodes have.
+
+    ``steps``: each node's steps of complete checkpoints. None: read them from ``run_dir``."""
     if not is_wanted(wanted):
         return None
     text = str(wanted)
@@ -98,7 +100,7 @@ def find_resume(
 
 
 def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, console: Console) -> str | None:
-    """Return the first damage of the files, which the ranks divide. A collective."""
+    """Return the first damage that ranks find in a checkpoint's files, or None. A collective."""
     folder, damage, files = Path(checkpoint), None, None
     try:
         files = manifest.read(folder)

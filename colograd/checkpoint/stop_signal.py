@@ -20,12 +20,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 INTERRUPT = "Ctrl-C"
-REPEATED = 2.0  # Seconds in which further signals are ignored: launchers repeat a scheduler's signal.
+REPEATED = 2.0  # Seconds after the first signal until a further signal counts, because launchers repeat signals.
 RESERVE = 10.0  # Seconds reserved for the last checkpoint, see `schedule`.
-MARGIN = 2.0  # Seconds before the deadline at which the process ends by force, see `schedule`.
-TORCHRUN_GRACE = 30.0  # Default seconds from SIGTERM to SIGKILL of torchrun's ranks.
+MARGIN = 2.0  # Seconds from the process's end by force to the deadline, see `schedule`.
+TORCHRUN_GRACE = 30.0  # torchrun's default seconds between SIGTERM and SIGKILL of a rank.
 TERMINATED = 143  # 128 + SIGTERM
-# These schedulers restart a job by its exit status, or count status 0 as success.
+# Environment variables of schedulers that would count a stopped job with exit status 0 as finished.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
 
 
@@ -38,8 +38,8 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must have ended. None: no known limit. ``now`` is in seconds since 1970.
 
-    Slurm sets the time of a job's end. Slurm and Kubernetes set no seconds between SIGTERM and SIGKILL. Ranks can't see
-    torchrun's option ``--shutdown-timeout``."""
+    The limits are ``stop_within``, Slurm's end time of the job, and torchrun's seconds between SIGTERM and SIGKILL.
+    Slurm and Kubernetes don't show these seconds to a job, and torchrun doesn't show ``--shutdown-timeout``."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() and float(end) > now else []
     if stop_within is not None:
@@ -50,16 +50,19 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
 
 
 def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
-    """Return after how many of ``seconds`` the round is interrupted, and the process killed."""
+    """Divide the ``seconds`` to the deadline: return when the round is interrupted, and when the process ends by force.
+
+    Both results count in seconds from now. ``save_seconds``: duration of a checkpoint's save."""
     reserve = max(RESERVE, 2 * save_seconds)
     return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
 
 class StopSignal:
-    """Records the first signal, so that the trainer can write a checkpoint before it stops, and keeps the deadline.
+    """Records the first stop signal, so that the trainer can write a checkpoint before it stops. Enforces the deadline.
 
-    A second Ctrl-C raises KeyboardInterrupt. Any other signal after more than `REPEATED` seconds ends the process.
-    ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds to the deadline. ``status``: exit status."""
+    A second Ctrl-C raises KeyboardInterrupt. Another signal, more than `REPEATED` seconds after the first, ends the
+    process. ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds from a signal to the deadline (None: not
+    set). ``status``: exit status of the process after a stop."""
 
     save_seconds = 0.0
     why = "as its time is over"
@@ -69,9 +72,9 @@ class StopSignal:
         status: int = 0,
     ) -> None:  # fmt: skip
         self.status = status
-        # Sends a signal's name and the seconds left to the other ranks.
+        # Sends a signal's name, and the seconds to the deadline, to the other ranks.
         self.tell: Callable[[str, float], None] = lambda name, seconds: None
-        self.leave: Callable[[], None] = lambda: None  # Tells other ranks that this rank's end is no failure.
+        self.leave: Callable[[], None] = lambda: None  # Reports to other ranks that this rank's end is no failure.
         self._speaks, self._stop_within = speaks, stop_within
         self.names: dict[int, str] = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
         self._timers: list[threading.Timer] = []
@@ -86,7 +89,9 @@ class StopSignal:
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
-        """Return an installed `StopSignal` that ends all ranks at once. The user's own handlers stay."""
+        """Return an installed `StopSignal` that ends all ranks at once, for the time outside of training.
+
+        Signals with a handler of the user's script, and Ctrl-C, keep their handlers."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {
@@ -98,7 +103,7 @@ class StopSignal:
         return stop
 
     def install(self) -> None:
-        """Only the main thread can install handlers."""
+        """Install handlers of the signals. Do nothing in other threads: only the main thread can install handlers."""
         if threading.current_thread() is not threading.main_thread() or self in _installed:
             self.received = ""
             return
@@ -106,7 +111,7 @@ class StopSignal:
         if not _installed:
             numbers, waker = socket.socketpair()
             waker.setblocking(False)
-            # A Python handler waits for the end of a call of C, such as a collective. This thread doesn't wait.
+            # A thread reads the signals: Python runs handlers only after a call of C code, such as a collective, ends.
             _wakeup[:] = waker, signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=_watch, args=(numbers,), name="colograd-stop", daemon=True).start()
         _installed.append(self)
@@ -114,7 +119,7 @@ class StopSignal:
         self._replaced = {number: handler for number, handler in before.items() if handler is not _notice}
 
     def remove(self) -> None:
-        """A deadline stays in force."""
+        """Restore the previous handlers of the signals. A deadline that is set stays in force."""
         if self not in _installed:
             return
         later = _installed[_installed.index(self) + 1 :]
@@ -149,14 +154,16 @@ class StopSignal:
         os._exit(self.status if getattr(sys, "last_value", None) is None else 1)
 
     def stop(self, name: str, seconds: float) -> None:
-        """Record a signal of this or another rank, with a deadline in ``seconds``. Callable in any thread."""
+        """Record a signal of this or another rank, and set a deadline in ``seconds``, unless an earlier one is set.
+
+        Any thread may call this method."""
         now = time.monotonic()
         self.received = self.received or name
         self._first = min(self._first, now)
         if now + seconds < self._end_at:
             cut, end = schedule(seconds, self.save_seconds)
             if not self.has_deadline:
-                atexit.register(self.end_process)  # runs before exit functions that libraries registered earlier
+                atexit.register(self.end_process)  # runs before exit functions that are registered already
             self._end_at = now + end
             for delay, action in ((cut, lambda: setattr(self, "is_cut", True)), (end, self._end)):
                 self._timers.append(timer := threading.Timer(delay, action))
@@ -182,7 +189,7 @@ class StopSignal:
 
 
 _installed: list[StopSignal] = []
-# Socket that gets each signal's number from Python's C handler, and the previously set descriptor.
+# Socket that gets each signal's number from Python's C handler, and the wakeup descriptor before it.
 _wakeup: list[Any] = []
 
 
@@ -197,12 +204,12 @@ def _watch(numbers: socket.socket) -> None:
 def _notice(number: int, frame: FrameType | None) -> None:
     if (stop := _last_of(number)) is None:
         return
-    if number == signal.SIGINT and stop._noticed:  # not `received`: another rank may have reported the first Ctrl-C
+    if number == signal.SIGINT and stop._noticed:  # not `received`, which another rank's signal may have set
         stop.remove()
         raise KeyboardInterrupt
     stop._noticed = True
     stop.received = stop.received or stop.names[number]
-    if number == signal.SIGINT and stop._speaks:  # not with print: the signal may interrupt a print
+    if number == signal.SIGINT and stop._speaks:  # `print` isn't safe here, because the signal may interrupt a `print`
         os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")
 
 
@@ -210,5 +217,5 @@ def _last_of(number: int) -> StopSignal | None:
     return next((stop for stop in reversed(_installed) if number in stop.names), None)
 
 
-# A forked child gets the previous handlers, so that a pool can end its workers by SIGTERM.
+# In a forked child the previous handlers are restored, so that a process pool can end its workers by SIGTERM.
 os.register_at_fork(after_in_child=lambda: [*map(StopSignal.remove, reversed(_installed[:]))])

@@ -33,22 +33,22 @@ from ..runtime.page_locked import host_pages
 from . import folders, manifest
 from .manifest import CHUNK, Entry
 
-ALONE = 5.0  # Seconds that a rank which ends by an error waits for other ranks' reports.
+ALONE = 5.0  # Seconds that a rank waits for other ranks' reports while an error ends it.
 LONGEST = 900.0  # Maximum seconds that the end of a run waits for a checkpoint.
-EVERY = 30.0  # Seconds between two messages.
-POLL = 0.05  # Seconds between two looks into the store.
-SPARE = 0.8  # Maximum fraction of the free host memory for copies of tensors.
+EVERY = 30.0  # Seconds between two messages that a checkpoint is still being written.
+POLL = 0.05  # Seconds between two checks whether another rank's report is in the store.
+SPARE = 0.8  # Maximum fraction of the free host memory that new copies of tensors may take.
 
-ALIGNED = 64  # bytes; the first tensor in a file begins at a multiple of them
+ALIGNED = 64  # the first tensor in a file begins at a multiple of this number of bytes
 NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 
-_numbers = itertools.count(1)  # all ranks create the `Writer` objects in equal order, so their numbers agree
+_numbers = itertools.count(1)  # equal on all ranks, which create `Writer` objects in the same order
 
 
 class Image:
-    """The bytes of one safetensors file in host memory. ``layout`` is the header without offsets.
+    """The bytes of one safetensors file in host memory. ``layout`` is the file's header without the tensors' offsets.
 
-    `HostFiles` reuses images of equal layout, because allocating memory takes longer than copying."""
+    `HostFiles` reuses an image for a file with equal name and layout: allocating memory takes longer than copying."""
 
     def __init__(
         self, layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
@@ -72,7 +72,7 @@ class Image:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies from a GPU may go on until `HostFiles.take`."""
+        """Copy the tensors into the image. Copies from a GPU are only queued: `HostFiles.take` waits for their end."""
         for name, place in self.tensors.items():
             if place.numel() and tensors[name].data_ptr() != place.data_ptr():
                 place.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -90,10 +90,10 @@ class HostFiles:
         self._queued = False
 
     def put(self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Any = None) -> None:
-        """Save tensors as `safetensors.torch.save_file` does, in host memory."""
+        """Copy tensors into an image of a safetensors file in host memory, which `take` returns for ``path``."""
         path = Path(path)
         layout: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        # By falling element size, so that every tensor's offset is a multiple of its element size.
+        # Tensors with the largest elements first, so that each offset is a multiple of the tensor's element size.
         for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
             layout[name] = {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape)}
         if (image := self.kept.get(path.name)) is None or image.layout != layout:
@@ -110,7 +110,9 @@ class HostFiles:
         return images
 
     def places(self, name: str) -> Mapping[str, torch.Tensor]:
-        """Return views of a file's tensors. Values in these views need no copy in the next `put`."""
+        """Return views of the tensors in the image of file ``name``, by tensor name. {} if there is no image yet.
+
+        `put` copies no tensor that is such a view."""
         return self.kept[name].tensors if name in self.kept else {}
 
     @property
@@ -120,8 +122,10 @@ class HostFiles:
 
 @contextlib.contextmanager
 def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Let every rank that passes `is_main_process` write files, because nodes may have separate folders."""
-    original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack it
+    """Make `save_pretrained` write files on every rank that passes `is_main_process`. Each node may need its own files.
+
+    ``write`` replaces transformers' function that writes a safetensors file."""
+    original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack this function
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
     if write is not None and original is not None:
         modeling_utils.safe_save_file = write
@@ -150,7 +154,7 @@ Source = Image | bytes | Path  # content of a file, or the path of a file to mov
 
 
 class PartFailed(RuntimeError):
-    """The text is the message of the rank that couldn't write its files."""
+    """A rank couldn't write its files or commit a folder. The text is that rank's error message."""
 
 
 @dataclass
@@ -158,8 +162,8 @@ class Save:
     step: int
     final: Path
     aside: Path
-    sources: Mapping[str, Source]  # This rank's files, by path in the checkpoint.
-    leads: bool  # Whether this rank writes the manifest and renames the folder.
+    sources: Mapping[str, Source]  # Content of this rank's files, by path in the checkpoint.
+    leads: bool  # Whether this rank writes the manifest and renames the folder ``aside`` to ``final``.
     leaders: Sequence[int]
     members: Sequence[int]
     afterwards: Callable[[], None]  # Called when the folders of all nodes are complete.
@@ -181,7 +185,7 @@ class Writer:
         self._store: dist.Store = dist.HashStore()
         self.number = 1
         self._keys: list[str] = []
-        self._deadline = float("inf")  # for the reports of other ranks
+        self._deadline = float("inf")  # time after which this rank no longer waits for other ranks' reports
 
     def begin(self, save: Save, in_background: bool) -> None:
         number, self.number = self.number, self.number + 1
@@ -197,7 +201,7 @@ class Writer:
             self._run(save, number)
 
     def state(self) -> str | None:
-        """Return an error message, "" (success or no save), or None (the present save still runs)."""
+        """Return the save's error message, "" after success or without a save, or None while the save runs."""
         if self.present is None:
             return ""
         return self.present.error if self.present.done.is_set() else None
@@ -211,7 +215,7 @@ class Writer:
             say(f"checkpoints: {save.final.name} is still being written, after {save.seconds:.0f} s: waiting for it")
 
     def finish_alone(self) -> bool:
-        """Write this rank's files, although other ranks may have died. Return False if that takes too long."""
+        """Wait until this rank's save ends, although other ranks may have died. Return False if that takes too long."""
         if self.present is None:
             return True
         self._deadline = time.monotonic() + ALONE
@@ -244,7 +248,7 @@ class Writer:
                 if isinstance(note, str):
                     raise PartFailed(note if world_size() == 1 else f"rank {other}: {note}")
             files = {name: Entry(*entry) for other in save.members for name, entry in notes[other].items()}
-            manifest.check(save.aside, files, to_read=())  # fails if files of other nodes aren't visible
+            manifest.check(save.aside, files, to_read=())  # fails if this rank can't see the files of other nodes
             folders.commit(save.aside, save.final, files, save.keeps_old)
         except Exception as error:
             self._leave(f"{number}/committed", _text(error))
@@ -257,13 +261,13 @@ class Writer:
         save.afterwards()
 
     def _leave(self, subject: str, note: Any) -> None:
-        """Report to the other ranks through the store: this thread must not meet the training thread's collectives."""
+        """Report to other ranks through the store. A collective would mix with the training thread's collectives."""
         self._keys.append(f"{self._name}/{subject}/{rank()}")
         self._store.set(self._keys[-1], json.dumps(note))
 
     def _read(self, subject: str, of: int) -> Any:
         key, started = f"{self._name}/{subject}/{of}", time.monotonic()
-        while not self._store.check([key]):  # `get` would block the store for the training thread
+        while not self._store.check([key]):  # `get` would lock the store, which the training thread also uses
             until = started + time_limit().total_seconds()
             if time.monotonic() > min(until, self._deadline):
                 reason = "this rank ends by an error" if self._deadline < until else "ddp_timeout has passed"
@@ -273,7 +277,9 @@ class Writer:
 
 
 def _longest() -> float:
-    """Half of a collective's time limit at most, because the other ranks wait in the next collective."""
+    """Return the longest wait for a save, in seconds.
+
+    At most half of a collective's time limit, because other ranks may wait in a collective meanwhile."""
     return min(LONGEST, time_limit().total_seconds() / 2) if world_size() > 1 else LONGEST
 
 
@@ -293,7 +299,9 @@ def _text(error: BaseException) -> str:
 
 
 def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
-    """Return why training must wait for a save, or "". Bytes: ``copies`` of tensors, ``held`` in existing buffers."""
+    """Return why training must wait for the end of a save, or "" if the save can run in the background.
+
+    ``copies``: bytes of this rank's tensors to copy. ``held``: bytes of images that exist already."""
     if not config.save_in_background:
         return "save_in_background is false"
     if config.push_to_hub and config.hub_strategy != HubStrategy.END:

@@ -1,7 +1,7 @@
 """Assign scored groups to ranks, so that all ranks train about equally long.
 
-A team is the ranks that train each row together. A block is the fewest consecutive ranks with whole teams and
-engines."""
+A team is a set of ranks that train each row together. A block is the smallest set of consecutive ranks that divides
+no team and no vLLM engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ..batch import ScoredGroup
 from ..runtime.sizes import size_of
 from .ranks import deliver, gather, rank
 
-Place = tuple[int, int]  # (rank that sampled a group, index among that rank's groups)
-MIN_GAIN = 0.1  # Fraction of the slowest team's cost that moves must save at least.
+Place = tuple[int, int]  # (rank that sampled a group, the group's index among that rank's groups)
+MIN_GAIN = 0.1  # Fraction of the slowest team's cost that `plan` must save. Else `share_out` stays.
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """Return a pair's cost in tokens: it takes 4 * heads * head_dim FLOPs per layer, and a token 2 per parameter."""
+    """Return the cost of a query-key pair in tokens: the FLOPs of a pair over the FLOPs of a token.
+
+    A pair takes 4 * heads * head_dim FLOPs per layer. A token takes 2 FLOPs per parameter."""
     layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
     size = size_of(config, "head_dim") or size_of(config, "hidden_size") // max(heads, 1)
     return 2.0 * layers * heads * size / max(num_parameters, 1)
@@ -37,7 +39,9 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Return places per team. A group goes to the least loaded team in the block that sampled the group."""
+    """Return, per team, the places of the team's groups.
+
+    A group goes to the least loaded team in the block that sampled the group."""
     near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
@@ -51,7 +55,9 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Improve `share_out` by moves and swaps between the slowest and the fastest team, if they save over `MIN_GAIN`."""
+    """Improve the result of `share_out`: move or swap groups between the slowest and the fastest team.
+
+    Return the result of `share_out` unless the slowest team saves more than `MIN_GAIN` of its cost."""
     initial = share_out(costs, ranks_per_engine, ranks_per_row)
     assigned, cost_of = [list(row) for row in initial], dict[Place | None, float]({None: 0.0})
     cost_of |= {(owner, index): each for owner, row in enumerate(costs) for index, each in enumerate(row)}
@@ -60,7 +66,7 @@ def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_
     for _ in range(sum(len(row) for row in costs)):
         slow, fast = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[slow] - loads[fast]
-        # A swap of `give` for `take` changes the gap by twice their cost difference.
+        # A swap of group `give` for group `take` (None: a move) shrinks the gap by twice their difference in cost.
         pairs = itertools.product(assigned[slow], (None, *assigned[fast]))
         options = [(cost_of[give] - cost_of[take], give, take) for give, take in pairs]
         useful = [option for option in options if 0.0 < option[0] < gap]
@@ -81,7 +87,7 @@ def balance(
     groups: Sequence[ScoredGroup], pair: float, share_prompts: bool, ranks_per_engine: int = 1,
     between_engines: bool = True, ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:  # fmt: skip
-    """Return the groups that this rank trains, and the number of them that come from another block. A collective."""
+    """Return the groups that this rank trains, and how many of these groups another block sampled. A collective."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]
@@ -91,7 +97,9 @@ def balance(
 
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
-    """``assignment`` has a list of places per rank, and is equal on all ranks."""
+    """Return the groups that this rank trains. A collective, unless every rank trains only groups that it sampled.
+
+    ``assignment`` lists per rank the places of the groups to train, and must be equal on all ranks."""
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]

@@ -1,7 +1,7 @@
 """End all ranks together if one rank fails while other ranks wait in a collective.
 
 A rank that waits in a collective can't be woken. So each rank has a TCP connection to rank 0, which passes failures on
-to all ranks. Each rank that waits for a failed rank then ends, by force after at most `GRACE` seconds."""
+to all ranks. A rank that still waits for the failed rank after `GRACE` seconds is ended by force."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from ..runtime import process
 from . import watchdog
 from .ranks import RankError, part, rank, time_limit, world_size
 
-GRACE = 10.0  # Maximum seconds until ranks that wait for a failed rank are ended by force.
-GRACE_OF_HANGING = 5.0  # GRACE after a rank that made no progress, because other ranks have waited already.
-DELIVERY = 0.5  # Seconds from a hanging rank's last message to the end of its process.
-CAUSE = 5.0  # Maximum seconds for a connection, for a send, and for the reason of a lost connection.
-SILENCE = 30  # Maximum seconds without an answer until a machine counts as lost.
+GRACE = 10.0  # Seconds until a rank that waits for a failed rank is ended by force.
+GRACE_OF_HANGING = 5.0  # Like GRACE, if the failed rank hung. Less, because the other ranks have waited already.
+DELIVERY = 0.5  # Seconds from a hanging rank's message that reports its failure to the end of its process.
+CAUSE = 5.0  # Maximum seconds to wait for rank 0 at start, for a send, or for the cause of a lost connection.
+SILENCE = 30  # Maximum seconds without an answer to TCP until a rank's machine counts as lost.
 LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
-GONE = ""  # `Fault.body` of a rank whose process has ended or makes no progress.
+GONE = ""  # `Fault.body` of a rank that has ended or makes no progress.
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     rank: int
-    body: str  # Last section of the rank, e.g. "training 3", or GONE.
+    body: str  # Section (code that all ranks run together) that failed, e.g. "training 3", or GONE.
     text: str
-    hangs: bool = False  # Whether the process still exists, but makes no progress.
+    hangs: bool = False  # Whether the rank failed because it made no progress. Its process may still exist.
 
 
 _present: FailureDetector | None = None
 _alone = watchdog.Watchdog(end=lambda description: _exit(f"The only rank {description}"))
-_numbers = itertools.count(1)  # all ranks create failure detectors in equal order, so their numbers agree
+_numbers = itertools.count(1)  # equal on all ranks, which create failure detectors in the same order
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def ends_together(what: str) -> Iterator[None]:
     """Make all ranks leave a function together: if one rank fails, the others raise `RankError` or end by force."""
     global _present
     if world_size() > 1 and _present is None:
-        atexit.unregister(part)  # register `part` before `leave`, because atexit calls the last function first
+        atexit.unregister(part)  # `part` must run after `leave`, and atexit calls the last registered function first
         atexit.register(part)
         _present = FailureDetector()
         atexit.register(_present.leave)
@@ -64,7 +64,7 @@ def ends_together(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Report an error to the other ranks at once, because they wait for the body's result."""
+    """Report an error in the body to the other ranks at once, because other ranks may wait in a collective."""
     try:
         yield
     except Exception as error:
@@ -74,7 +74,8 @@ def telling(what: str) -> Iterator[None]:
         raise
 
 
-stop_listeners: list[Callable[[str, float], None]] = []  # called with a signal's name and the seconds left
+# Called with the name of another rank's stop signal, and the seconds to its deadline.
+stop_listeners: list[Callable[[str, float], None]] = []
 
 
 def tell_stop(name: str, seconds: float) -> None:
@@ -103,14 +104,14 @@ class _Link:
     rank: int
     last_words: str = ""
     stage: str = "the start"
-    silence: float = 0.0  # Seconds in sections since the rank's last sign of life. -inf: reported already.
+    silence: float = 0.0  # Seconds without a sign of life, counted only in sections. -inf: reported already.
 
     def send(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # the thread that reads this link detects a lost connection
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def send_fault(self, fault: Fault) -> None:
-        # A rank without progress gets its own failure too, because it may continue later.
+        # A rank that hung also gets its own failure: if its process continues later, it must end.
         if self.rank != fault.rank or fault.hangs:
             self.send(**asdict(fault))
 
@@ -131,7 +132,7 @@ class FailureDetector:
         self._has_left = False
         self._links: list[_Link] = []
         self._sockets: list[socket.socket] = []
-        self._told: list[Fault] = []  # Failures to send to ranks that connect later.
+        self._told: list[Fault] = []  # Failures so far, which are also sent to ranks that connect later.
         self._sending = threading.Lock()
         self._is_connected = threading.Event()
         self._watchdog = watchdog.Watchdog(self._end_hanging, self._exchange_signs)
@@ -142,19 +143,20 @@ class FailureDetector:
             family = socket.AF_INET6 if dual else socket.AF_INET
             server = socket.create_server((host, 0), family=family, dualstack_ipv6=dual)
             self._sockets.append(server)
-            token = secrets.token_hex(16)  # any program can connect to the port
+            token = secrets.token_hex(16)  # any program can connect to the port, but only ranks know the token
             address = f"{host or os.environ['MASTER_ADDR']} {server.getsockname()[1]} {token}"
             dist.distributed_c10d._get_default_store().set(self._key, address)
             _start(self._accept, server, token)
         else:
             _start(self._connect)
-            # Rank 0 can't detect the death of a rank that hasn't connected. Rank 0 may start much later than CAUSE.
+            # Wait, because rank 0 can't detect the death of a rank that hasn't connected. Not for long, because rank 0
+            # may start late.
             self._is_connected.wait(CAUSE)
         self._watchdog.start()
 
     @contextlib.contextmanager
     def body(self, what: str) -> Iterator[None]:
-        """Run a section: code that all ranks run together. A section inside a section is part of the outer one."""
+        """Run the body as a section: code that all ranks run together. Inside a section, add no new one."""
         if self._inside:
             watchdog.progress(what)
             yield
@@ -194,7 +196,7 @@ class FailureDetector:
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def leave(self) -> None:
-        error = getattr(sys, "last_value", None)  # the uncaught exception that ends the process
+        error = getattr(sys, "last_value", None)  # the uncaught exception that ends this process, if any
         if error is not None:
             self._tell(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
         self._has_left = True
@@ -202,7 +204,7 @@ class FailureDetector:
         self.send(bye=True)
         for one in self._sockets:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # `close` wouldn't wake the thread that reads or accepts
+                one.shutdown(socket.SHUT_RDWR)  # `close` wouldn't wake a thread that waits for the socket
 
     def _tell(self, fault: Fault) -> None:
         self._is_connected.wait(CAUSE)
@@ -234,7 +236,9 @@ class FailureDetector:
         _exit(text)
 
     def _exchange_signs(self, passed: float) -> None:
-        """Count silence only inside a section, because ranks wait for each other only there."""
+        """Send a sign of life to each connected rank, and report ranks that have been silent for `rank_timeout`.
+
+        Only silence inside a section counts, because ranks wait for each other only there."""
         lost, limit = [], watchdog.limit()
         with self._sending:
             for link in self._links:
@@ -258,7 +262,7 @@ class FailureDetector:
 
     def _greet(self, connection: socket.socket, token: str) -> None:
         _prepare(connection, self.silence)
-        # A connection without the run's token comes from another program.
+        # Ignore connections without the run's token: another program has opened them.
         broken = contextlib.suppress(ValueError, TypeError, KeyError, OSError)
         with connection, connection.makefile("rb") as lines, broken:
             greeting = json.loads(lines.readline())
@@ -269,7 +273,7 @@ class FailureDetector:
         store = dist.distributed_c10d._get_default_store()
         until = time.monotonic() + time_limit().total_seconds()
         try:
-            while not store.check([self._key]):  # `get` would block the store for the training thread
+            while not store.check([self._key]):  # `get` would lock the store, which the training thread also uses
                 if self._has_left or time.monotonic() > until:
                     raise RuntimeError("rank 0 didn't write its network address to the process group's store")
                 time.sleep(0.1)
@@ -332,7 +336,7 @@ def _start(function: Callable[..., None], *args: Any) -> None:
 
 
 def _prepare(connection: socket.socket, seconds: int) -> None:
-    """Make the system close a connection to a machine that doesn't answer for ``seconds``."""
+    """Make the system close the connection if the other machine doesn't answer for about ``seconds``."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CAUSE), 0))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, seconds // 6)

@@ -21,7 +21,7 @@ class RankLayout:
         rank           0 1 2 3 | 4 5 6 7
         data_rank      0 0 1 1 | 2 2 3 3    index of the engine; each engine samples 1 / data_size of a step's prompts
         engine_place   0 1 0 1 | 0 1 0 1    index of the rank in its engine
-        shard_group    (0 2 4 6), (1 3 5 7)  one rank per engine; if the policy is divided, all have the same part
+        shard_group    (0 2 4 6), (1 3 5 7)  ranks with equal `engine_place`, one per engine
         node           0 0 0 0 | 1 1 1 1
 
     With `policy_parts` 2 (tensor parallel) and `ranks_per_sequence` 2 (sequence parallel), 4 ranks train each row:
@@ -86,7 +86,7 @@ class RankLayout:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank writes the files that each machine writes once."""
+        """Whether this rank is the first of its node. It writes files that each node needs once."""
         return self.rank % self.ranks_per_node == 0
 
     @property

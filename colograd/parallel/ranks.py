@@ -33,7 +33,7 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
     try:
         store, place, size = next(dist.rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
-        # After a restart, torchrun's store may contain addresses of processes that have ended.
+        # A prefix per restart: torchrun's store may contain addresses of processes that ended before the restart.
         store = dist.PrefixStore(f"attempt-{attempt()}", store)
         dist.init_process_group(backend, store=store, rank=place, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
@@ -46,13 +46,17 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
 
 
 def attempt() -> int:
-    """Count torchrun's restarts. If rank 0 hosts the store, nodes that join later would count from 0."""
+    """Return torchrun's number of restarts if torchrun's agent hosts the rendezvous store, else 0.
+
+    A store that rank 0 hosts is new after each restart. Nodes may then count different numbers of restarts."""
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 
 
 def part() -> None:
-    """Without this, gloo's threads may abort a successful process (status -6). After an error other ranks may wait."""
+    """Destroy the process group. Otherwise gloo's threads may abort a successful process at its end (status -6).
+
+    After an uncaught error the process group stays, because other ranks may still wait in it."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
@@ -69,22 +73,23 @@ def time_limit() -> timedelta:
 class RankError(RuntimeError):
     """A different rank failed. The text has that rank's number and error message."""
 
-    says_all = True  # such an uncaught error is printed as one line, without a traceback
+    says_all = True  # if uncaught, this error is printed as one line without a traceback
 
 
 class Stopped(Exception):
-    """Sampling or training was interrupted on all ranks, because after a stop signal little time is left."""
+    """Sampling or training was interrupted, because little time is left after a stop signal."""
 
 
-SHARED = (torch.OutOfMemoryError, Stopped)  # raised on all ranks if all errors are of these types
+SHARED = (torch.OutOfMemoryError, Stopped)  # if all errors have these types, all ranks raise such a type
 
 
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
     """If the body raises on one rank, raise on all ranks. A collective.
 
-    The failing rank raises its exception, and the other ranks raise `RankError`. If all exceptions have a type in
-    `SHARED`, all ranks raise such a type. The body may contain no collective that a failing rank would skip."""
+    The failing rank raises its exception, and the other ranks raise `RankError`. If all exceptions have types in
+    `SHARED`, all ranks raise one of these types instead. The body must contain no collective that a failing rank would
+    skip, because the other ranks would wait in it."""
     failure: BaseException | None = None
     watchdog.progress(what)
     try:
@@ -95,7 +100,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
         shared = next((kind for kind in SHARED if isinstance(failure, kind)), None)
         try:
             reports = gather(None if failure is None else (shared, f"{type(failure).__name__}: {failure}"))
-        except RuntimeError as lost:  # a rank's process is gone
+        except RuntimeError as lost:  # the collective failed, e.g. because another rank's process has ended
             raise (failure or lost) from None
         failures = [(other, *report) for other, report in enumerate(reports) if report is not None]
         faults = [f"Rank {other} failed in {what}: {text}" for other, kind, text in failures if kind is None]
@@ -121,7 +126,9 @@ def gather(value: T) -> list[T]:
 
 
 def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
-    """Send ``messages`` by receiver's rank, and return those of ``senders`` by sender's rank. A collective."""
+    """Send a picklable message to each receiver, and return the message of each sender. A collective.
+
+    ``messages`` has the receivers' ranks as keys. The result has the ranks ``senders`` as keys."""
     group = None if _has_gloo() else _gloo_group(dist.group.WORLD)
     outgoing = {
         to: torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8) for to, message in messages.items()
@@ -146,5 +153,5 @@ def _has_gloo() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _gloo_group(group: Any) -> Any:
-    """The first call is a collective."""
+    """Create a gloo group of all ranks in the first call, which is a collective. Later calls return this group."""
     return dist.new_group(backend="gloo", timeout=time_limit())

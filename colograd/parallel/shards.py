@@ -1,4 +1,4 @@
-"""The part of a tensor that a tensor-parallel rank holds, ranks that exchange tensors, and sums of gradients."""
+"""Parts of tensors (`Shard`), groups of ranks that exchange tensors (`RankGroup`), and sums of gradients."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from .layout import RankLayout
 from .ranks import time_limit
 
 T = TypeVar("T")
-# torch 2.13 renames `all_gather_into_tensor`
+# torch 2.13 renames `all_gather_into_tensor` to `all_gather_single`
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-BUCKET = 64 * 2**20  # maximum bytes per collective of several gradients
-Box = tuple[tuple[int, int], ...]  # (first index, last index + 1) of each dimension
+BUCKET = 64 * 2**20  # maximum bytes of gradients that are summed in one collective; a larger gradient gets its own
+Box = tuple[tuple[int, int], ...]  # per dimension of a tensor: (first index, last index + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Boxes of a tensor, concatenated along ``axis``: two for gate and up projections of a mixture's experts."""
+    """A rank's part of a tensor: one box, or several boxes concatenated along ``axis``.
+
+    For example, the stacked gate and up projections of MoE experts have a box each."""
 
     shape: tuple[int, ...]  # shape of the whole tensor
     boxes: tuple[Box, ...]
@@ -68,7 +70,7 @@ class Shard:
 
     @property
     def begin(self) -> int | None:
-        """First element in the flattened whole tensor. None if the part isn't contiguous there."""
+        """Index of the part's first element in the flattened whole tensor. None if the part isn't contiguous there."""
         rows, *others = self.boxes[0] or ((0, 1),)
         if len(self.boxes) > 1 or any(stop - start != size for (start, stop), size in zip(others, self.shape[1:])):  # noqa: B905
             return None
@@ -87,13 +89,13 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Deep copies of a model share one `RankGroup`."""
+    """Ranks that exchange tensors. Deep copies of a model share one `RankGroup`."""
 
     ranks: tuple[int, ...]
     place: int  # Index of this rank in `ranks`.
     group: Any
-    on_host: Any = None  # Gloo group of `ranks`, for `meets` and `gather`.
-    # Number of collectives with `group` so far, without broadcasts.
+    on_host: Any = None  # Gloo process group of `ranks`, which `meets` and `gather` use.
+    # Number of all-reduces and all-to-alls with `group` so far, which `meets` compares.
     exchanged: list[int] = field(default_factory=lambda: [0], compare=False)
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
@@ -116,8 +118,9 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Return whether all ranks call `meets` within ``seconds``, after equally many exchanges. NCCL would pair the
-        next exchange of a rank that is an exchange behind with the other ranks' later one."""
+        """Return whether all ranks call `meets` within ``seconds``, each after equally many collectives.
+
+        After unequally many, NCCL would pair collectives that don't belong together."""
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
@@ -152,7 +155,10 @@ class RankGroup:
 def group_of(
     layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
 ) -> RankGroup:
-    """A collective: every rank creates all groups in equal order. Without ``exchanges`` all collectives use gloo."""
+    """Return this rank's group, given a function from a rank's layout to the ranks of its group. A collective.
+
+    ``meets``: create the gloo group for `meets` and `gather`. ``exchanges``: create a group of the default backend
+    for tensors. Without ``exchanges`` all collectives use gloo."""
     world = range(layout.world_size)
     layouts = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in layouts)
@@ -163,11 +169,13 @@ def group_of(
 
 
 class Lockstep:
-    """The first rank of a vLLM engine decides for the others: clocks and users' functions differ between ranks."""
+    """Messages from the first rank of a vLLM engine to its other ranks. Only the first rank decides.
+
+    Clocks and users' functions may give different results on different ranks."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0
-        # NCCL would send Python objects through the GPUs.
+        # Gloo, because NCCL would send Python objects through the GPUs.
         self._engine = group_of(layout, lambda each: each.engine_group, meets=True, exchanges=False)
 
     def tell(self, message: Any) -> None:
@@ -181,8 +189,10 @@ class Lockstep:
 
 
 def parts_of(model: Any) -> Any:
-    """Return a tensor-parallel model's ``tensor_parts``: ``engine`` (`RankGroup`), ``shards`` (parameter name -> this
-    rank's `Shard`) and ``elements`` (number in the whole model). None for other models."""
+    """Return a tensor-parallel model's ``tensor_parts``, or None for other models.
+
+    It has ``engine`` (`RankGroup`), ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number of
+    elements of the whole model)."""
     return getattr(model, "tensor_parts", None)
 
 
@@ -190,12 +200,13 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors in place, and return the bytes. DistributedDataParallel rejects float32 gradients of bfloat16
-    parameters."""
+    """Sum each tensor over ranks (None: all ranks) in place, and return the summed bytes.
+
+    DistributedDataParallel would reject float32 gradients of bfloat16 parameters."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
-        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # a copy may take gigabytes
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # reduced without a copy, which may take gigabytes
         parts = [gradient.reshape(-1).to(device or gradient.device) for gradient in bucket]
         flat = parts[0] if alone else torch.cat(parts)
         if among is None:
@@ -217,7 +228,7 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Set missing gradients of trained parameters to zeros, so that momentum and weight decay still apply."""
+    """Set missing gradients of trained parameters to zeros. Optimizers skip parameters without a gradient."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))

@@ -1,8 +1,8 @@
 """Detect a rank that hangs: its training thread hasn't called `progress` for `rank_timeout` seconds.
 
-A rank that waits for other ranks doesn't hang. The call stack shows waiting, because all collectives of torch,
-transformers and vLLM pass through the modules `WAITING`. Other ranks detect a process that runs no thread (see
-`faults`). A check counts at most half of the limit, so that a process that was stopped and continues isn't ended."""
+A rank that waits for other ranks doesn't hang. Its call stack then contains a function of the modules `WAITING`.
+If a process runs no thread, e.g. after SIGSTOP, other ranks detect this (see `faults`). A check adds at most half of
+the limit to the counted time. So a process that was stopped for long isn't ended as soon as it continues."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from types import FrameType
 
 import torch.distributed as dist
 
-LIMIT = 1500.0  # Default of `rank_timeout`, below a collective's 1,800 s, whose error names no rank.
-TICK = 2.0  # Maximum seconds between two checks.
+LIMIT = 1500.0  # Default of `rank_timeout`, below 1,800 s, when a collective fails without naming a rank.
+TICK = 2.0  # Maximum seconds between two checks for progress.
 STDERR = 2  # File descriptor of standard error. A notebook's sys.stderr has no descriptor.
-# Modules that wait for a different rank, or for the Hub.
+# Modules with functions that wait for other ranks, or for the Hub.
 WAITING = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
@@ -49,7 +49,7 @@ def stage() -> str:
 
 
 def progress(stage: str = "") -> None:
-    """Report progress. ``stage`` names the present work in messages."""
+    """Report that this rank makes progress. ``stage`` names the rank's present work, for error messages."""
     global _stage, _count
     _stage = stage or _stage
     _count += 1
@@ -61,13 +61,15 @@ def finish(work: dist.Work) -> None:
 
 
 class Watchdog:
-    """A thread that watches the training thread. Each check calls ``each`` with the seconds since the last check."""
+    """A thread that watches the training thread, and calls ``end`` with a description if the training thread hangs.
+
+    Every check also calls ``each`` with the seconds since the last check."""
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
         self._watched: int | None = None
-        self._idle = 0.0  # Seconds without progress.
-        self._seen: int | None = None  # `_count` at the last check. None: the thread waited then, or wasn't watched.
+        self._idle = 0.0  # Seconds that the training thread has made no progress.
+        self._seen: int | None = None  # `_count` at the last check. None: the thread waited, or wasn't watched.
         self._is_armed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="colograd-watchdog", daemon=True)
@@ -81,7 +83,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt, it may rest."""
+        """Watch the calling thread only while the body runs, because it may rest later, e.g. at a notebook's prompt."""
         progress(what)
         if self._watched is not None:
             yield
@@ -110,7 +112,9 @@ class Watchdog:
             self._end(description)
 
     def _arm(self, seconds: float | None) -> None:
-        """Make `faulthandler` write all stacks unless `_arm` is called again, because a call may hold the GIL."""
+        """Make `faulthandler` write all stacks after ``seconds``, unless `_arm` is called before.
+
+        If a call holds the GIL, this thread can't run, but `faulthandler` can."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds + 2 * tick(), file=STDERR)
         elif self._is_armed:

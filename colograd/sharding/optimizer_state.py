@@ -1,7 +1,8 @@
 """Files of an optimizer's state: one file per rank that any number of ranks can read.
 
-A file has a tensor ``parameter|first element|name of the state`` for each part that the rank's optimizer updates. The
-header describes parts that aren't ranges of elements under ``shards``. The first element then counts in the part."""
+For each part of a parameter that the rank's optimizer updates, and each of its states, a file has a tensor
+``parameter name|index of the part's first element|state name``. The index counts in the flattened parameter, or in the
+rank's tensor-parallel part, which the file's header describes under ``shards``."""
 
 from __future__ import annotations
 
@@ -26,19 +27,21 @@ SEPARATOR = "|"
 
 
 class Stored(NamedTuple):
-    """A saved range of one state of a parameter, e.g. of a moment. A scalar, e.g. the step count, is an empty range."""
+    """A saved range of elements of a parameter's state, e.g. of Adam's first moment.
+
+    A scalar state, e.g. the step count, is an empty range."""
 
     start: int
     stop: int
-    values: Any  # Elements, read from the file when sliced, or a scalar's tensor.
+    values: Any  # Elements, which slicing may read from the file, or a scalar's tensor.
     shard: Shard | None = None  # Part that ``start`` and ``stop`` count in. None: the whole parameter.
 
 
-State = Mapping[str, Mapping[str, Sequence[Stored]]]  # by parameter name and name of the state
+State = Mapping[str, Mapping[str, Sequence[Stored]]]  # by parameter name, then by state name
 
 
 def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
-    """Return whether `save` can write the state: tensors of the parameters' sizes and single numbers."""
+    """Return whether `save` can write the state: tensors of their parameters' sizes, and scalar tensors."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
@@ -70,7 +73,7 @@ def save(
             if isinstance(value, torch.Tensor):
                 flat = value.detach().reshape(-1) if value.dim() else value.detach()
                 tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat
-    if write is save_file:  # `save_file` requires tensors that share no memory
+    if write is save_file:  # copies, because `save_file` rejects tensors that share memory
         tensors = {name: value.to("cpu", copy=True) for name, value in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     watchdog.progress()
@@ -82,8 +85,10 @@ def save(
 def load(
     optimizer: Optimizer, owned: Sequence[Owned], folder: Path, order: Sequence[str] = (), rank: int = 0, ranks: int = 1
 ) -> None:
-    """Read the state of this rank's parts. Other ranks' files are read only if this rank's file lacks parts. ``order``
-    has the names of all trained parameters in the order of an optimizer without sharding."""
+    """Read the optimizer state of the parts ``owned`` by this rank.
+
+    Other ranks' files are read only if this rank's file lacks a part. ``order`` has the names of all trained parameters
+    in the order of an optimizer without sharding."""
     own, names = _name(rank, ranks), sorted(path.name for path in folder.glob(PATTERN))
     parts = {id(piece.part): piece for piece in owned}
     numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -174,7 +179,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
 
 
 def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Return each part's state by index, and the names of parameters with missing elements."""
+    """Return the parts' states by index in ``pieces``, and the names of parameters with missing elements."""
     states: dict[int, dict[str, Any]] = {}
     missing = []
     for index, piece in enumerate(pieces if stored else ()):
@@ -194,7 +199,9 @@ def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[st
 
 
 def _join(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) -> torch.Tensor | None:
-    """Concatenate elements ``start`` to ``stop`` - 1 of a part from saved ranges. None if some are missing."""
+    """Return elements ``start`` to ``stop`` - 1 of the part ``shard`` (None: the whole parameter) from saved ranges.
+
+    Return None if elements are missing."""
     values, at = [], start
     for stored in sorted((r for r in ranges if r.shard == shard), key=lambda r: r.start):
         if stored.start <= at < (end := min(stored.stop, stop)):

@@ -20,7 +20,7 @@ from ..parallel.ranks import on_all_ranks
 from ..parallel.shards import RankGroup, Shard
 from ..runtime.failures import forget_frames
 
-# Writes a safetensors file, at once or later: tensors on any device, path, metadata.
+# A function that writes a safetensors file, at once or later, from tensors on any device, a path, and metadata.
 Write = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
 
 
@@ -30,9 +30,9 @@ class Owned:
 
     name: str
     part: torch.Tensor  # Tensor in the optimizer's groups, in memory of the policy.
-    start: int  # First element, counted in the flattened parameter, or in the flattened ``shard``.
-    stop: int  # Last element + 1.
-    shard: Shard | None = None  # This rank's part of the parameter. None if the part is a range of elements.
+    start: int  # Index of the first element in the flattened parameter, or in its flattened part ``shard``.
+    stop: int  # Index of the last element, plus 1.
+    shard: Shard | None = None  # This rank's tensor-parallel part. None: ``start`` counts in the parameter.
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of ``whole``, a tensor of the parameter's shape, in the shape of ``part``."""
@@ -42,7 +42,7 @@ class Owned:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes since the last `take`."""
+    """Bytes that were reduced, gathered and published since the last `take`, for metrics ``sync/..._bytes``."""
 
     reduced: int = 0
     gathered: int = 0
@@ -65,7 +65,7 @@ class ShardingStrategy(ABC):
     model: torch.nn.Module
     traffic: Traffic = field(default_factory=Traffic)
 
-    # Whether ranks communicate in backwards. Every such rank must then run the same number of backwards.
+    # Whether ranks communicate in backwards. All ranks must then run equally many backwards.
     meets_in_backward: ClassVar[bool] = False
     parts: int = 1  # Number of parts that the optimizer's state is divided into.
 
@@ -99,7 +99,7 @@ class ShardingStrategy(ABC):
         try:
             loss.backward()
         except BaseException as error:
-            if self.meets_in_backward:  # Other ranks' collectives need memory, so free activations.
+            if self.meets_in_backward:  # Free activations: collectives that other ranks wait for need memory.
                 loss.detach_()  # frees the graph, although callers refer to the loss
                 forget_frames(error)
                 if loss.is_cuda:
@@ -127,7 +127,7 @@ class ShardingStrategy(ABC):
     def clip(self, largest: float) -> float:
         """Scale the gradient so that its norm over all ranks is at most ``largest``. Return the norm before scaling."""
         gradients, norm = self.gradients(), self.sum_of_squares() ** 0.5
-        factor = largest / (norm + 1e-6)  # like `torch.nn.utils.clip_grad_norm_`
+        factor = largest / (norm + 1e-6)  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
         return norm
@@ -158,7 +158,7 @@ class ShardingStrategy(ABC):
         of its weights."""
 
     def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
-        """Return whether `save_optimizer` can write the state of this optimizer."""
+        """Return whether `save_optimizer` can write this optimizer's state, with ``owned`` from `owned`."""
         return True
 
     @abstractmethod

@@ -1,5 +1,6 @@
-"""Readers of a saved model's safetensors files. A rank can read only its rows. The readers stack a mixture's experts:
-transformers may save them one by one, and its Trainer doesn't stack them."""
+"""Readers of a saved model's safetensors files. A rank can read only its rows of a parameter.
+
+Transformers may save the experts of an MoE layer one by one. The readers stack them into one parameter again."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..parallel import watchdog
 from ..parallel.shards import Shard
 
-# Names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
+# Names of an expert's matrices in saved files, ordered as in the model's stacked parameter.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-MOST_ELEMENTS = 2**24  # Maximum elements per read (at least a row) of a part that has only some columns.
-BLOCKS = (".mlp.", ".block_sparse_moe.")  # Names of an MoE block: in transformers, and in some checkpoints.
+MOST_ELEMENTS = 2**24  # Maximum elements per read (but at least a row), if a rank has only some columns.
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # Names of an MoE block, in transformers and in some checkpoints.
 
 
 class WeightFiles:
-    """Safetensors files that `save_pretrained` wrote into ``folder``. Files elsewhere raise a ValueError."""
+    """Safetensors files that `save_pretrained` wrote into ``folder``.
+
+    Raise a ValueError if the index of the files names a file outside of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,7 +132,7 @@ def saved_names(model: Any) -> dict[str, str]:
 
 
 def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
-    """Return the names that each parameter may have in saved files, by the parameter's id."""
+    """Return ``id(parameter)`` -> the names that the parameter may have in saved files."""
     names, saved = dict[int, list[str]](), saved_names(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
@@ -137,7 +140,7 @@ def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's state dict in host memory: ``whole`` with tied names and buffers."""
+    """Return the model's whole state dict in host memory: the parameters ``whole``, tied names, and buffers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -147,7 +150,9 @@ def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
-    """Return False, and read nothing, if the model stacks no experts and renames no parameters."""
+    """Read a model's weights from files with other parameter names.
+
+    Return False, and read nothing, if the model stacks no experts and renames no parameters."""
     parameters, names_of = dict(model.named_parameters(remove_duplicate=False)), all_names(model)
     has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
     if not has_experts and all(name in parameters for names in names_of.values() for name in names):
@@ -160,7 +165,9 @@ def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
 
 
 def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield float32 weights, on the CPU. ``stacked_names`` are parameters that stack experts."""
+    """Yield names and values of a saved model's float32 weights, on the CPU.
+
+    ``stacked_names`` are the model's parameters that stack MoE experts."""
     if (folder / SAFE_WEIGHTS_NAME).is_file() or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         files = WeightFiles(folder)
         for name in files.file_of:
@@ -174,7 +181,7 @@ def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator
 
 @torch.no_grad()
 def load_whole(model: Any, folder: str) -> None:
-    """Files may have parameter names of old versions of transformers, which `from_pretrained` knows."""
+    """Read a saved model's weights with `from_pretrained`, which knows parameter names of old transformers versions."""
     loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(

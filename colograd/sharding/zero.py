@@ -1,7 +1,7 @@
 """ZeRO (arXiv 1910.02054), and `WholeCopies` without sharding. Parameters stay whole in their memory.
 
-With ZeRO a rank's optimizer updates views of its N-th of every bucket, and an all-gather writes the other ranks'
-elements. If the policy shares the engine's memory, the engine then has the new weights too."""
+With ZeRO on N ranks, a rank's optimizer updates one N-th of every bucket of parameters, in place. An all-gather then
+copies the other ranks' new elements. If the policy shares the engine's memory, the engine has the new weights too."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ..runtime.importing import find_object, is_import_path
 from . import optimizer_state
 from .strategy import Owned, ShardingStrategy, Write
 
-IN_FLIGHT = 2  # Maximum number of reductions at once, to limit memory.
-# Maximum elements of a bucket of several parameters. 64 MiB of float32 keep a link busy.
+IN_FLIGHT = 2  # Maximum number of reduce-scatters at once, because each needs memory.
+# Maximum elements of a bucket of several parameters: 64 MiB of float32, enough to use a link fully.
 ELEMENTS = 2**24
-PATIENCE = 30.0  # Seconds until all ranks of a row must have run out of memory at the same operation.
+PATIENCE = 30.0  # Seconds to wait whether all ranks that train a row together run out of memory at the same operation.
 
-# torch 2.13 renames `reduce_scatter_tensor`
+# torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single`
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -52,7 +52,7 @@ class Bucket:
         self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]
         self.part = -(-sum(self.sizes) // ranks)  # Elements per rank, with padding.
         self.begin = rank * self.part
-        # Whether the parameter's memory is the flat tensor.
+        # Whether the only parameter's own memory serves as the flat tensor, without a copy.
         self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks
         self.sum: torch.Tensor | None = None
         self.places: dict[Owned, slice] = {}
@@ -67,7 +67,7 @@ class Bucket:
                 self.places[Owned(name, piece, first, last)] = slice(begin, begin + last - first)
 
     def flat(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Concatenate one tensor per parameter into ``[part * ranks]``. None and padding become zeros."""
+        """Concatenate one tensor per parameter into a tensor ``[part * ranks]``. None and padding become zeros."""
         if self.in_place and tensors[0] is not None and tensors[0].is_contiguous():
             return tensors[0].view(-1).to(self.parameters[0].device)
         flat = torch.zeros(self.part * self.ranks, dtype=dtype, device=self.parameters[0].device)
@@ -147,11 +147,11 @@ class SharedParts(ShardingStrategy):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.parts = world_size() if self.among is None else self.among.size
-        self._order: list[str] = []  # trained parameters in the order of an optimizer without sharding
+        self._order: list[str] = []  # names of trained parameters, in the order of an optimizer without sharding
 
     @abstractmethod
     def _after_step(self) -> None:
-        """Drop gradients, and gather weights if every rank keeps all weights."""
+        """Drop the gradients, and gather the new weights if every rank keeps all weights. Called after each step."""
 
     def share(self, optimizer: Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}
@@ -181,7 +181,7 @@ class SharedOptimizer(SharedParts):
         among = self.among
         place, group = (rank(), None) if among is None else (among.place, among.group)
         self.buckets: list[Bucket] = buckets_of(model, place, self.parts, group=group)
-        # Running reductions: bucket, input, output [part], and the collective.
+        # Running reduce-scatters: bucket, input, output [part], and the collective's handle.
         self._under_way: collections.deque[tuple[Bucket, torch.Tensor, torch.Tensor, dist.Work]] = collections.deque()
 
     def describe(self) -> str:
@@ -248,9 +248,9 @@ class SharedGradients(SharedOptimizer):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._next = len(self.buckets)  # Next bucket to sum. Outside of a backward none is left.
+        self._next = len(self.buckets)  # Index of the next bucket to sum. Outside of a backward, the number of buckets.
         self._amid = True
-        self._missing: list[int] = []  # Gradients per bucket that are still to come.
+        self._missing: list[int] = []  # Per bucket, the number of gradients that this backward hasn't computed yet.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._on_gradient(index))
             for index, bucket in enumerate(self.buckets)
@@ -262,21 +262,24 @@ class SharedGradients(SharedOptimizer):
             hook.remove()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """After a failure send zeros in the remaining collectives, because other ranks wait for this rank."""
+        """Run a backward, and sum its gradients over ranks bucket by bucket.
+
+        After a failure this rank takes part in the remaining collectives, with zeros: other ranks wait in them."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
             super().backward(loss)
         except BaseException:
-            self.model.zero_grad(set_to_none=True)  # the remaining collectives need memory
+            self.model.zero_grad(set_to_none=True)  # free gradients, because the remaining collectives need memory
             raise
         finally:
             self._reduce_complete(all_buckets=True)
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss reaches the same parameters on all ranks. If not, sums wait for the backward's
-        end."""
+        """Return whether the loss has gradients for the same parameters on all ranks.
+
+        If not, buckets are summed only at the backward's end, because ranks must sum them in the same order."""
         return True
 
     def _on_gradient(self, index: int) -> None:
@@ -291,7 +294,7 @@ class SharedGradients(SharedOptimizer):
             self._next += 1
 
     def sum_gradients(self) -> None:
-        """Set missing gradient sums to zeros. `backward` has summed the rest."""
+        """Set missing gradient sums to zeros. `backward` has computed the others."""
         for bucket in self.buckets:
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)
@@ -300,8 +303,10 @@ class SharedGradients(SharedOptimizer):
 
 @contextlib.contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Report an error to the other ranks, of which those of ``row`` wait in a collective. The ranks of a row do equal
-    work, so all may run out of memory at the same operation. Then no rank waits, and all can try again."""
+    """Report an error in the body to the other ranks, unless all ranks ``row`` run out of memory at the same operation.
+
+    These ranks train a row together and do equal work. If all fail alike, none waits for another, and all can try
+    again."""
     shortage: torch.OutOfMemoryError | None = None
     with telling(what):
         try:
@@ -316,7 +321,7 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
 
 
 class SharedRows(ShardingStrategy):
-    """Base class of strategies where ranks train each row together. A further base class sums the gradients."""
+    """Mixin for strategies where several ranks train each row together. Another base class must sum the gradients."""
 
     meets_in_backward = True
 
@@ -333,7 +338,7 @@ class SharedRows(ShardingStrategy):
         self._around(model)
 
     def _around(self, model: torch.nn.Module) -> None:
-        # The model inside a PEFT wrapper, because the check of rows at start runs that model.
+        # Set it on the model inside a PEFT wrapper, because the check of rows at start runs the inner model.
         unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
 
     def close(self) -> None:

@@ -20,12 +20,12 @@ class TeacherHead:
     """A teacher's head, which may have more tokens than the policy's head."""
 
     model: Any
-    weight: torch.Tensor  # (V, hidden)
+    weight: torch.Tensor  # (number of tokens, hidden)
     bias: torch.Tensor | None
 
     @classmethod
     def of(cls, model: Any, device: torch.device | None = None) -> TeacherHead:
-        """With ``device`` a copy, for a teacher that is offloaded or sharded by FSDP."""
+        """Return a model's head. With ``device`` a copy there, for a teacher that is offloaded or sharded by FSDP."""
         head = model.get_output_embeddings()
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
         bias = None if bias is None else bias.detach()
@@ -48,8 +48,9 @@ class TeacherHead:
 
 @dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """Tiles of the teacher's logits y, and running sums of the divergence from the policy with logits x: E_policy[x -
-    y] - log sum e^x + log sum e^y."""
+    """Tiles of the teacher's logits y, and running sums of KL(policy || teacher) for the policy's logits x.
+
+    The divergence is E_policy[x - y] - log sum e^x + log sum e^y."""
 
     states: torch.Tensor  # (N, hidden)
     weight: torch.Tensor
@@ -60,7 +61,7 @@ class TeacherLogits:
     maximum: torch.Tensor = field(init=False)  # (N,): largest y
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return logits (n labels, c tokens)."""
+        """Return a tile of the teacher's logits, (n labels, c tokens)."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
         self.head.finish_(tile, row, vocabulary)
@@ -72,7 +73,7 @@ class TeacherLogits:
         return self
 
     def read(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return a tile like `tile`, and update the running sums."""
+        """Return a tile of the teacher's logits y, and update the running maximum and sum of e^(y - maximum)."""
         tile = self.tile(row, vocabulary)
         largest = torch.maximum(self.maximum[row], tile.amax(dim=1))
         self.total[row] *= (self.maximum[row] - largest).exp()
@@ -85,12 +86,13 @@ class TeacherLogits:
         return self.read(row, vocabulary).neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """``gaps``: x - y. ``power``: e^(x - max x)."""
+        """Update the running sum `gap`. ``gaps``: x - y of a tile. ``power``: e^(x - max x) of the tile."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and log sum e^y (N,). ``total``: sum of e^(x - max x). ``normaliser``: log sum
-        e^x."""
+        """Return the divergence (N,), and log sum e^y (N,).
+
+        ``total``: sum of e^(x - max x), (N,). ``normaliser``: log sum e^x, (N,)."""
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 
@@ -106,13 +108,14 @@ class TeacherLogits:
         return Spread(slope, constant, logq)
 
 
-REST = 1e-6  # Minimum probability of the other tokens, because 1 minus the top K's sum is inexact.
+REST = 1e-6  # Minimum probability of all tokens outside the top K together, because 1 minus the top K's sum is inexact.
 
 
 @dataclass(slots=True, eq=False)
 class TeacherTop:
-    """The teacher's K most probable tokens for N labels. The others count as one token: a lower bound of the
-    divergence."""
+    """The teacher's K most probable tokens for N labels.
+
+    All other tokens count as one token, so the result is a lower bound of the divergence."""
 
     ids: torch.Tensor  # (N, K) int64
     logprobs: torch.Tensor  # (N, K)
@@ -136,8 +139,9 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return ``first`` plus the divergence's gradient, p (gap - KL) for a token of probability p. The gap is log p
-        - log q, with the teacher's probability q. All tokens outside the top K share one gap."""
+        """Return ``first`` plus the divergence's gradient: p (gap - KL) for a token with the policy's probability p.
+
+        The gap is log p - log q, with the teacher's probability q. All tokens outside the top K share one gap."""
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
         slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)
@@ -147,16 +151,17 @@ class TeacherTop:
         return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
-        """Without a result the head calls no `add`."""
+        """Read the top tokens' logits from a tile. Return None, so that the head doesn't call `add`."""
         index, inside = self.columns(row, vocabulary)
         self.own[row] = torch.where(inside, tile.gather(1, index), self.own[row])
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,), and values for its gradient, (N, K + 1): p (gap - r) for each top token, and r,
-        the gap of all tokens outside the top K."""
+        """Return the divergence (N,), and values for its gradient, (N, K + 1).
+
+        The values are p (gap - r) for each top token, and r, the gap of all tokens outside the top K together."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
-        # A top token that the policy can't sample counts as another token.
+        # A top token that the policy can't sample counts as a token outside the top K.
         here = logq.exp().where(self.own > HIDDEN / 2, 0.0)
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()

@@ -20,7 +20,7 @@ from .teacher import UNTAUGHT
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTerm(LossTerm):
-    """`distillation_kl: sampled`: add weight * (log teacher - log pi_old) to scored tokens' advantages."""
+    """`distillation_kl: sampled`: add weight * (log p_teacher - log pi_old) to the advantages of scored tokens."""
 
     weight: float
 
@@ -28,7 +28,9 @@ class AdvantageTerm(LossTerm):
     waits = "a teacher's term isn't trained early"
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """The mean of log teacher - log pi_old over the policy's samples is minus the token's reverse KL divergence
+        """Add weight * (log p_teacher - log pi_old) to the advantages of scored tokens.
+
+        The mean of this gain over the policy's samples is minus weight times the token's reverse KL divergence
         (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later tokens)."""
         gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
@@ -60,7 +62,7 @@ class DivergenceTerm(LossTerm):
 
 
 def _taught(batch: MicroBatch) -> torch.Tensor:
-    """1 for each token in the loss that a teacher has scored, 0 for others."""
+    """Return 1 for each token that is in the loss and scored by a teacher, else 0."""
     return batch.loss_mask * (batch.scores["teacher_logprobs"] != UNTAUGHT)
 
 

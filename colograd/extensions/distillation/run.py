@@ -42,7 +42,7 @@ def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
 
 
 def check_teacher_column(prompts: Any, args: GRPOConfig) -> None:
-    from ...data import PromptDataset  # Only here: the configuration reads `CONFLICTS` without the data's libraries.
+    from ...data import PromptDataset  # Not at the top: the configuration must not load data libraries.
     from ...data.columns import columns_of
 
     if not isinstance(args.teacher_model_name_or_path, dict):

@@ -1,6 +1,7 @@
 """Teacher model of on-policy distillation: loading, checks, and the teacher's values for packed rows.
 
-If the policy's model can run with the values of a teacher's adapter (`_values_for`), nothing is loaded."""
+If the teacher is an adapter of the policy's base model, the policy's model may run with the adapter's values (see
+`_values_for`). Then no second model is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead, label_states, label_top_tokens
 
-# fields of peft's configuration that scale the adapter's product
+# fields of PEFT's configuration that set the scale of the adapter's product
 SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
@@ -87,7 +88,7 @@ class _Source:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """Settings as in a checkpoint's config.json."""
+        """Quantization settings, as in a checkpoint's config.json. None: not quantized."""
         offers = (of(self.configuration(), self.loading, self.path) for of in registry.hooks("quantization"))
         return next(filter(None, offers), None)
 
@@ -186,7 +187,7 @@ def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the bytes on the policy's device, with FSDP in total over all ranks."""
+    """Return the teacher's bytes on the policy's device. With FSDP: on the devices of all ranks together."""
     source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
@@ -236,7 +237,9 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
-    """Return an adapter's values by the policy's names. None: the policy's model can't run as this teacher."""
+    """Return the values of a teacher's adapter, by the policy's parameter names.
+
+    None: the policy's model can't run as this teacher."""
     file = os.path.join(source.adapter, "adapter_model.safetensors")
     if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
         return None
@@ -248,14 +251,14 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
         return None
     values = load_file(file)
     if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
-        return None  # the head is read while the policy's adapter is active
+        return None  # the exact KL reads the head while the policy's adapter is active, not the teacher's
     known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
     if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
         return None
     return {known[key][0]: value for key, value in values.items()}
 
 
-UNTAUGHT = float("inf")  # log-probability where the prompt names no teacher
+UNTAUGHT = float("inf")  # marks tokens without a teacher's log-probability, because their prompt names no teacher
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
@@ -270,7 +273,7 @@ def _of_its_groups(
     field: str, read: Callable[..., torch.Tensor], second: Any, model: Any, row: PackedRow, temperature: float,
     name: str,
 ) -> torch.Tensor:  # fmt: skip
-    """One of several teachers (``name``) computes only log-probabilities of its groups."""
+    """Compute one teacher's values for a packed row. One of several teachers (``name``) scores only its own groups."""
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]

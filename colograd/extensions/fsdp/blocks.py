@@ -21,10 +21,10 @@ from ...sharding.zero import reduce_scatter
 
 class Exchange(NamedTuple):
     block: FSDPModule
-    summed: int = 0  # Gradient elements of a reduce-scatter. 0: an all-gather of weights.
+    summed: int = 0  # Number of gradient elements of a reduce-scatter, or 0 for an all-gather of weights.
 
     def answer(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take part in an exchange that other ranks wait for, after a failure of this rank."""
+        """Take part in an exchange after a failure of this rank, because other ranks wait for the exchange."""
         if not self.summed:
             self.block.unshard()
             self.block.reshard()
@@ -34,9 +34,9 @@ class Exchange(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    root: Any  # The model, for the parameters outside the other blocks.
+    root: Any  # The model, as the block of all parameters that no other block has.
     decoder: list[Any]
-    embedding: list[Any]  # Empty for a tied embedding, which belongs to the root.
+    embedding: list[Any]  # Empty if the embedding and the head are tied: then they belong to the root.
     head: list[Any]
     tower: list[Any]
 
@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """Yield a backward's exchanges in FSDP's order: a layer's weights come while the layer after it is computed."""
+        """Yield a backward's exchanges in FSDP's order. Weights are gathered one layer ahead of the computation."""
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
         sums = [Exchange(block, sizes[block]) for block in (*self.head, *layers)]
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
 
 
 class _Comm(functools.partial):
-    """A collective, with the method `allocate` that FSDP needs."""
+    """A function that runs a collective, with the method `allocate` that FSDP calls."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -70,9 +70,10 @@ def cut(
     model: Any, device: torch.device, exchange: Callable[..., Any], gradients: torch.dtype, reshard: bool = True,
     offload: bool = False,
 ) -> Blocks:  # fmt: skip
-    """Apply `fully_shard` to a model in place, block by block. ``exchange`` runs a block's collective. ``reshard``:
-    whether layers free their whole weights after a forward. ``offload``: whether rows move to page-locked host
-    memory."""
+    """Apply `fully_shard` to a model in place, block by block.
+
+    ``exchange`` runs a block's collective. ``gradients``: dtype of gradient sums. ``reshard``: whether layers free
+    their gathered weights after a forward. ``offload``: whether rows move to page-locked host memory."""
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -88,7 +89,7 @@ def cut(
     def shard(module: Any, reshard_after_forward: bool) -> Any:
         fully_shard(module, reshard_after_forward=reshard_after_forward, **rule)
         group = module._get_fsdp_state()._fsdp_param_group
-        # torch would round sizes of page-locked memory up to powers of two, and `host_empty` doesn't.
+        # Not torch's page-locked memory, because torch rounds its sizes up to powers of two.
         for parameter in group.fsdp_params if offload and group is not None else ():
             watchdog.progress()
             padded, rows = parameter._sharded_param_data, parameter.sharded_param._local_tensor
@@ -105,15 +106,15 @@ def cut(
             module.set_unshard_in_backward(False)
     for module in blocks.embedding:
         shard(module, True).set_unshard_in_backward(False)
-    # These stay whole after a forward, because the backward begins with the head.
+    # The head and the root stay gathered after a forward, because the backward begins with the head.
     for module in (*blocks.head, model):
         shard(module, False)
     for block in blocks.all():
-        block.set_gradient_divide_factor(1.0)  # The step's denominator divides gradients later.
+        block.set_gradient_divide_factor(1.0)  # Only sum here: `divide_gradients` divides later.
         block.set_force_sum_reduction_for_comms(True)
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
-            # torch's zeros for unused parameters have the parameters' dtype.
+            # Only with the parameters' dtype, which torch gives the zeros of unused parameters.
             block.set_reduce_scatter_unused_params(True)
         block.set_custom_all_gather(_Comm(exchange, block))
         block.set_custom_reduce_scatter(_Comm(exchange, block))
@@ -121,7 +122,7 @@ def cut(
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Raise a ValueError where FSDP would raise later, or only on some ranks."""
+    """Raise a ValueError for parameters that FSDP can't shard. FSDP would raise later, or only on some ranks."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     name: str
     first: int
     values: torch.Tensor  # [rows, ...]
-    total: int  # rows of the whole parameter
+    total: int  # number of rows of the whole parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Cut:
 
     name: str
     local: torch.Tensor  # This rank's rows, [rows, ...].
-    shape: torch.Size  # of the whole parameter
+    shape: torch.Size  # Shape of the whole parameter.
 
     @property
     def share(self) -> int:
@@ -53,10 +53,10 @@ class Cut:
 
 
 def cuts_of(model: torch.nn.Module) -> list[Cut]:
-    """Free a sharded model's whole weights, and return its parameters, tied ones once."""
+    """Free the gathered whole weights of a sharded model, and return its parameters. Tied parameters come once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # An interrupted forward may leave whole weights.
+            module.reshard()  # An interrupted forward may leave gathered whole weights.
     cuts = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),), f"{name} isn't cut by rows"
@@ -69,9 +69,9 @@ def gathered(
     cuts: Sequence[Cut], device: torch.device, dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
 ) -> Iterator[Rows]:  # fmt: skip
-    """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one."""
+    """Yield all rows of all parameters, a few rows at a time, on every rank. A collective."""
     pieces = []
-    for cut in cuts:  # One range of every rank fits into an all-gather.
+    for cut in cuts:  # Cut the rows so that an equal range of every rank fits into one all-gather.
         step = max(1, elements // (cut.row * world_size()))
         pieces += [(cut, range(first, min(first + step, cut.share))) for first in range(0, cut.share, step)]
 
@@ -88,14 +88,14 @@ def gathered(
             watchdog.progress()
             for owner, part in enumerate(received.split(len(sent))):
                 for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
-                    actual = cut.rows_of(owner)[rows.start : rows.stop]  # without padding
+                    actual = cut.rows_of(owner)[rows.start : rows.stop]  # the owner's rows, without padding
                     if actual:
                         shape = (len(actual), *cut.shape[1:])
                         yield Rows(cut.name, actual.start, values[: cut.row * len(actual)].view(shape), cut.shape[0])
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in ``destination``, and values of ``rows`` to write there."""
+    """Return indices in the destination of ``part``, and the values of ``rows`` to write there. None: no value."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]
@@ -112,7 +112,7 @@ class GatheredWeights(PlannedSync):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         self.places: dict[str, list[Slice]] = {}
-        for part in slices:  # Free the memory of the whole parameters.
+        for part in slices:  # Without references to the whole parameters, so that their memory is freed.
             place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
             self.places.setdefault(part.name, []).append(place)
 
@@ -136,7 +136,7 @@ class GatheredWeights(PlannedSync):
         return [*dict.fromkeys(name for name, to, where, values in rows if not torch.equal(to[where], values))]
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """Yield parameter name, engine tensor, indices in the tensor, values in its dtype. A collective."""
+        """Yield parameter name, engine tensor, indices in the engine tensor, and the new values there. A collective."""
         device = next(iter(self.places.values()))[0].destination.device
         cuts = cuts_of(self._policy)
         for rows in gathered(cuts, device, lambda name: self.places[name][0].destination.dtype):
@@ -149,9 +149,11 @@ class GatheredWeights(PlannedSync):
 
 
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
-    """Let the policy share the engine's memory until FSDP shards it, so that the device never has two copies."""
+    """Return weight sync `gathered`. If possible, the policy shares the engine's memory until FSDP shards the policy.
+
+    Then the device needs no memory for two copies of the weights."""
     if not any(obstacle(part) for part in pairing.slices):
         bind(pairing.slices)
-        move(pairing.policy, pairing.device)  # only buffers move
+        move(pairing.policy, pairing.device)  # the policy's parameters are on the device already, so only buffers move
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)

@@ -1,8 +1,8 @@
 """FSDP2 (`fully_shard`): ranks shard the policy's weights, gradients and optimizer state by rows.
 
 The optimizer updates plain tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights
-inside forwards and backwards. So a rank that fails still takes part in the exchanges that other ranks wait for, and
-then all ranks fail."""
+inside forwards and backwards. So a rank that fails there still takes part in the remaining exchanges, because other
+ranks wait for them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ FORWARD, BACKWARD = "forward", "backward"
 class FullySharded(SharedParts):
     """Sharding strategy `fsdp`: each rank has some rows of every parameter, with their gradients and optimizer state.
 
-    ``model`` is sharded in place, and computes on ``device`` (None: its own). ``reshard``: whether layers free their
-    weights after a forward. ``offload``: whether rows stay in page-locked host memory, with no effect on a CPU."""
+    ``model`` is sharded in place, and computes on ``device`` (None: the model's device). ``reshard``: whether layers
+    free their gathered weights after a forward. ``offload``: whether rows stay in page-locked host memory. Without
+    effect if ``device`` is a CPU."""
 
     meets_in_backward = True
     device: Any = None
@@ -49,14 +50,14 @@ class FullySharded(SharedParts):
         dtypes = (gradient_dtype(p) for p in model.parameters() if p.requires_grad)
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []
-        # Exchanges of each model's last complete forward and backward.
+        # Exchanges of each model's forward and backward. A rank that fails still takes part in them all.
         self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}
         self._entered: dict[Any, None] = {}  # Models that have begun a forward.
         self._began = False
-        # This rank's rows of one block's summed gradients, and the number of elements that hooks have read.
+        # This rank's rows of one block's summed gradients, and how many elements the gradient hooks have read.
         self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
-        self._whole: list[Any] = []  # Whole parameters, which FSDP allocates only during a forward and backward.
+        self._whole: list[Any] = []  # Whole trained parameters, with memory only during passes.
         for block in self.blocks.all():
             block.unshard()
             self._whole += [p for p in block.parameters() if p.requires_grad and not isinstance(p, DTensor)]
@@ -65,16 +66,16 @@ class FullySharded(SharedParts):
             parameter.grad_dtype = self._gradients  # A tied embedding adds two gradients: don't round the sum.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
-        # The root block comes first, and has all parameters. Other blocks replace it.
+        # The root block comes first and contains all parameters. Later blocks then replace it as owner.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
-        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # gradient elements, with padding
+        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # gradient elements per block, with padding
         for one in self.cuts:
             parameter = model.get_parameter(one.name)
             if parameter.requires_grad:
                 self._register(one, parameter)
                 self._sizes[owner[id(parameter)]] += one.share * one.row * self.parts
         self._pattern[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
-        self.traffic.take()  # The first step doesn't count this traffic.
+        self.traffic.take()  # Don't count the traffic of the start in the first step.
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> FullySharded:
@@ -147,18 +148,18 @@ class FullySharded(SharedParts):
             try:
                 yield
             except Exception as error:
-                if not self._began:  # Other ranks are in the forward, at whose end all ranks fail.
+                if not self._began:  # Other ranks run the forward. Take part in its exchanges.
                     with contextlib.suppress(Exception), self._forward(self.blocks):
                         raise error
                 raise
 
     @contextmanager
     def _forward(self, blocks: Blocks) -> Iterator[None]:
-        """A forward that fails on one rank fails on all ranks."""
+        """Run a forward so that it fails on all ranks if it fails on one rank."""
         self._began = True
         with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():  # Only a backward frees gathered weights.
+        if not torch.is_grad_enabled():  # No backward follows, which would free the gathered weights.
             for block in blocks.all():
                 block.reshard()
 
@@ -175,7 +176,7 @@ class FullySharded(SharedParts):
         except Exception as error:
             if self._exchanges:
                 self._entered[model] = None
-            traceback.clear_frames(error.__traceback__)  # The exchanges need memory.
+            traceback.clear_frames(error.__traceback__)  # Free memory for the remaining exchanges.
             for exchange in self._pattern[model, kind][len(self._exchanges) :]:
                 exchange.answer(self.device, self._gradients)
             raise
@@ -183,7 +184,7 @@ class FullySharded(SharedParts):
         self._entered[model] = None
 
     def sum_gradients(self) -> None:
-        """The backwards have summed all gradients that aren't missing."""
+        """Set missing gradients to zeros. The backwards have summed the others over ranks."""
         for piece in self._pieces.values():
             if piece.part.grad is None:
                 piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)
@@ -201,7 +202,7 @@ class FullySharded(SharedParts):
         for parameter in self._whole:
             parameter.grad = None
         for model in self._entered:
-            model.reset_iter_state()  # Undo the start of the failed pass.
+            model.reset_iter_state()  # FSDP may believe that the failed forward or backward still runs.
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())

@@ -15,7 +15,7 @@ from .host_stream import ELEMENTS, HostStream, Job
 
 
 class HostAdamW(AdamWSplit):
-    host_gradients: Any = None  # An `OnHost` strategy, whose sums replace `grad`.
+    host_gradients: Any = None  # `OnHost` strategy: its gradient sums replace `grad`. None: use `grad`.
 
     def __init__(self, params: Iterable[Any], streamed: bool = False, **settings: Any) -> None:
         self.streamed = streamed
@@ -59,7 +59,7 @@ class HostAdamW(AdamWSplit):
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         if not self.streamed:
             return super()._place(parameter, name)
-        watchdog.progress()  # Page-locking a large model's state may take minutes.
+        watchdog.progress()  # report progress, because page-locking a large model's state may take minutes
         return host_empty(parameter.shape, DTYPES[name], parameter.device)
 
     def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
 
 
 class OptimizerOffload:
-    """Only the storage of the state's tensors changes, so references to the tensors stay valid."""
+    """Moves optimizer state between host and device. References to the state's tensors stay valid."""
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}

@@ -1,7 +1,7 @@
 """Computation on the device with tensors that stay in page-locked host memory.
 
-Jobs use two buffers on the device by turns. While a kernel runs on one buffer and its results return to the host, the
-other buffer is filled, so that both directions of the bus are busy at once."""
+Jobs use two buffers on the device in turn. While a kernel runs on one buffer and its results return to the host, the
+other buffer is filled. So both directions of the bus are busy at once."""
 
 from __future__ import annotations
 
@@ -16,31 +16,37 @@ import torch
 from ...parallel import watchdog
 from ...runtime.page_locked import host_empty
 
-ELEMENTS = 2**23  # Elements per job. 10 bytes of each take about 2 ms on PCIe 5, far longer than a kernel's launch.
+ELEMENTS = 2**23  # Elements per job. At 10 bytes each, a copy takes about 2 ms on PCIe 5, far longer than a launch.
 BUFFERS = 2
-ALIGNED = 256  # Bytes, like the allocator's blocks. Kernels load 16 bytes at a time.
+ALIGNED = 256  # Tensors in a device buffer begin at multiples of this number of bytes, as kernels may require.
 
 LIMIT = 2**30  # Maximum gradient bytes in transfer at once.
 
 
 class Job(NamedTuple):
-    kernel: Callable[[Sequence[torch.Tensor]], Any]  # Called with device copies of `written`, then of `read`.
+    kernel: Callable[[Sequence[torch.Tensor]], Any]  # Called with device copies of the tensors `written`, then `read`.
     written: Sequence[torch.Tensor] = ()
     read: Sequence[torch.Tensor] = ()
 
 
 def device_bytes(nbytes: int, itemsize: int = 10) -> int:
-    """Return the bytes of the device buffers. An element of a parameter has at most 10 bytes of optimizer state."""
+    """Return the maximum bytes of the device buffers for jobs on ``nbytes`` in host memory.
+
+    ``itemsize``: bytes per element. A parameter's element has at most 10 bytes of optimizer state."""
     return min(nbytes, BUFFERS * ELEMENTS * itemsize)
 
 
 def on_way(gradients: int, largest: int) -> int:
-    """Return the peak device memory of gradients during a backward, from all ``gradients`` and the ``largest``."""
+    """Return the peak bytes of gradients on the device during a backward with `HostSums`.
+
+    ``gradients``: bytes of all gradients. ``largest``: bytes of the largest gradient."""
     return min(gradients, LIMIT + largest)
 
 
 class HostStream:
-    """Runs jobs in order. ``apart``: on a separate CUDA stream, so that the present stream never waits for the bus."""
+    """Runs jobs in order.
+
+    ``apart``: run kernels on a separate CUDA stream, so that the caller's stream doesn't wait for copies."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
@@ -48,7 +54,7 @@ class HostStream:
         self.torch: Any = torch.get_device_module(device)
         self.filling, self.emptying = self.torch.Stream(), self.torch.Stream()
         self._apart = self.torch.Stream() if apart else None
-        # Two buffers on the device, each with an event at the end of the last copy from it.
+        # Two buffers on the device, each with the event of the last copy from it to the host.
         self._buffers: dict[int, tuple[torch.Tensor, Any]] = {}
         self._turns = itertools.cycle(range(BUFFERS))
 
@@ -58,7 +64,9 @@ class HostStream:
         return event
 
     def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any = None) -> Any:
-        """Queue a copy on ``stream``, after the present stream's work and ``after``. Return the copy's event."""
+        """Queue a copy of ``tensor`` into ``place`` on ``stream``. Return the event of the copy's end.
+
+        The copy waits for the current stream's work, and for the event ``after``."""
         for event in filter(None, (self.event(), after)):
             event.wait(stream)
         with self.torch.stream(stream):
@@ -80,9 +88,9 @@ class HostStream:
         buffer, emptied = self._buffers.get(turn, (None, None))
         if buffer is None or sum(sizes) > len(buffer):
             if emptied is not None:
-                emptied.synchronize()  # for the smaller buffer's memory
+                emptied.synchronize()  # before the memory of the smaller buffer is freed
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-            self.event(present).wait(self.filling)  # Earlier users of the new buffer's memory are done after this.
+            self.event(present).wait(self.filling)  # The current stream may still use the new buffer's memory.
         parts = zip(itertools.accumulate([0, *sizes]), host, strict=False)
         tensors = [buffer[start : start + t.nbytes].view(t.dtype).view(t.shape) for start, t in parts]
         for event in filter(None, (emptied, arrived)):
@@ -106,19 +114,20 @@ class HostStream:
 
 
 class HostSums:
-    """Gradient sums of one optimizer step, by key, in page-locked host memory. Additions keep the order of the calls,
-    so that sums equal device sums bit for bit."""
+    """Gradient sums of one optimizer step, by key, in page-locked host memory.
+
+    Gradients are added in the order of the calls, so that the sums equal sums on the device bit for bit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = HostStream(device, apart=True)
         self.places: dict[Hashable, torch.Tensor] = {}
-        self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host.
-        # Gradients, each with the event of its copy to the host.
+        self._arrived: dict[Hashable, Any] = {}  # By key, the event of the last copy of the sum to the host.
+        # Gradients that queued work still reads, each with the event of the work's end.
         self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
 
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """Call `settle` first."""
+        """Return a sum, or None without a gradient. Its values are valid only after `settle`."""
         return self.places[key] if key in self._arrived else None
 
     def pop(self, key: Hashable) -> torch.Tensor | None:
@@ -126,7 +135,7 @@ class HostSums:
 
     @torch.no_grad()
     def add(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Queue an addition. The caller must not change the gradient any more."""
+        """Queue the addition of a gradient to the sum ``key``. The caller must not change the gradient afterwards."""
         place = self._place(key, gradient)
         flat, total = gradient.contiguous().view(-1), place.view(-1)
         stream, arrived = self._stream, self._arrived.get(key)
@@ -140,8 +149,9 @@ class HostSums:
         self.let_go(LIMIT)
 
     def let_go(self, most: int = 0) -> None:
-        """Free gradients until at most ``most`` bytes are in transfer. The stream waits, so that memory isn't reused
-        early."""
+        """Drop the oldest gradients until at most ``most`` bytes of gradients are held.
+
+        The current stream waits for their transfers, so that their memory isn't reused too early."""
         while sum(tensor.nbytes for _, tensor in self._on_way) > most:
             self._on_way.popleft()[0].wait(self._stream.torch.current_stream())
 

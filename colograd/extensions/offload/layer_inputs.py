@@ -1,7 +1,7 @@
 """Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
 
 A checkpointed layer saves only its input. This input is copied to the host while later layers run, and copied back
-during the backward of the layer after it. So the device holds the inputs of a few layers."""
+during the backward of the next layer. So the device holds the inputs of only a few layers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ...runtime import process
 from ...runtime.page_locked import host_empty
 from .host_stream import HostStream
 
-KEPT = 2  # Layer inputs on the device while they are copied to the host or back.
+KEPT = 2  # Number of layer inputs that stay on the device during a forward, while they are copied to the host.
 
 
 class LayerInputs(HostStream):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.free: list[tuple[torch.Tensor, Any]] = []  # host memory, with the event of the last copy from it
+        self.free: list[tuple[torch.Tensor, Any]] = []  # unused host memory, with the event of its last copy
         self._largest = 0
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
         self._last: Callable[[], _Input | None] = lambda: None
@@ -62,7 +62,7 @@ class LayerInputs(HostStream):
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return host memory and the event of its last copy. Memory that is too small for the longest row is freed."""
+        """Return host memory of at least ``nbytes``, and the event of its last copy. Free memory that is too small."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -80,7 +80,7 @@ class _Input:
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
         self.owner, self.shape, self.dtype = owner, tensor.shape, tensor.dtype
         self.tensor: torch.Tensor | None = tensor.contiguous()
-        self.stream = owner.torch.current_stream()  # the stream that reuses the memory
+        self.stream = owner.torch.current_stream()  # the stream that may reuse the tensor's memory on the device
         self.before = before
         self.whole_place, readable = owner.take_place(tensor.nbytes)
         self.place = self.whole_place[: tensor.nbytes]
@@ -98,7 +98,7 @@ class _Input:
             self.come = self.owner.copy(flat, self.place, self.owner.filling, self.sent)
 
     def __del__(self) -> None:
-        """The memory may be reused only after the queued copies."""
+        """Give the host memory back. The event makes its next user wait for the queued copies."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
             last.wait(self.stream)
             self.owner.free.append((self.whole_place, last))
@@ -111,11 +111,13 @@ def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None
 
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
-    """Make transformers' gradient checkpointing keep layers' inputs on the host. On a CPU ``inputs`` is None."""
+    """Make transformers' gradient checkpointing keep layers' inputs on the host.
+
+    On a CPU ``inputs`` is None, and layers are checkpointed as usual."""
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
-        # With `offload` transformers copies on the computing stream, which then waits.
+        # Drop `offload`, because transformers' own copies to the host would make the computation wait.
         given = {k: v for k, v in getattr(gradient_checkpointing_func, "keywords", {}).items() if k != "offload"}
         function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
         usual(enable=enable, gradient_checkpointing_func=function, **options)

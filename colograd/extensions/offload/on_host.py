@@ -1,6 +1,7 @@
 """Sharding strategies for `offload_gradients`: gradient sums in host memory, equal to device sums bit for bit.
 
-The optimizer multiplies each piece by the clipping factor, so that clipping doesn't write to host memory."""
+The optimizer multiplies each piece of a gradient by the clipping factor, so that clipping doesn't write to host
+memory."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .host_stream import HostSums
 
 
 class OnHost(ShardingStrategy):
-    factor = 1.0  # Clipping factor.
+    factor = 1.0  # Clipping factor of the gradients, which the optimizer applies if it is below 1.
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -29,7 +30,7 @@ class OnHost(ShardingStrategy):
         self.sums = HostSums(self.trained[0].device)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.sums.let_go()  # the head's backward needs memory
+        self.sums.let_go()  # wait until gradients have left the device, because the head's backward needs memory
         super().backward(loss)
 
     def share(self, optimizer: Any) -> None:
@@ -94,7 +95,7 @@ class WholeOnHost(AddedInBackward, WholeCopies):
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
-    """One sum per bucket: this rank's part of the sum over all ranks."""
+    """Keeps on the host, per bucket, this rank's part of the gradients summed over all ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -116,7 +117,9 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):
-    """This rank's part of the sum over all ranks overwrites this rank's range of the local sums."""
+    """Adds gradients of this rank on the host, and sums them over ranks once per step.
+
+    This rank's part of the sum over ranks then overwrites its range of the local sums, to save host memory."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -141,7 +144,7 @@ class GradientsOnHost(PartsOnHost, SharedGradients):
         reserve((bucket.part * bucket.gradient_dtype.itemsize for bucket in self.buckets), self.sums.device)
 
 
-# FSDP has `fsdp_offload_params` instead.
+# By `sharding`. FSDP isn't here: it has `fsdp_offload_params` instead.
 ON_HOST: dict[str, type[ShardingStrategy]]
 ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": GradientsOnHost}
 

@@ -1,4 +1,4 @@
-"""Combinations of offloading settings (ways) for a run's memory plan, and their seconds on the bus."""
+"""Combinations of offloading settings ("ways") for a run's memory plan, and the seconds of their copies over PCIe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...memory.table import MemoryPlan, gib
 from .host_stream import device_bytes, on_way
 from .layer_inputs import KEPT
 
-BUS = 50.0  # GB/s per direction of 16 lanes of PCIe 5, assumed (63 at most)
+BUS = 50.0  # assumed GB/s per direction of 16 lanes of PCIe 5, which have 63 at most
 STREAM: dict[str, Any] = {"streams": True, "offloads": False}
 GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
 ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}
@@ -35,7 +35,7 @@ LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=o
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Settings with their memory plan, and the bus's bytes of a step that trains a whole generation."""
+    """Offloading settings, their memory plan, and the bytes over the bus of a step that trains a whole generation."""
 
     name: str
     run: RunDescription
@@ -45,7 +45,7 @@ class Way:
     to_host: int
 
     def seconds(self, speed: float) -> float:
-        """``speed``: GB/s per direction. Computation hides a part of the time."""
+        """Return the seconds of a step's copies at ``speed`` (GB/s per direction). Computation may hide a part."""
         return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
@@ -61,8 +61,10 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Gradients go to the host in each micro-batch. Their sums come to the GPU from the second micro-batch on, and
-    twice more for the norm and the optimizer. The last `KEPT` layer inputs don't come back."""
+    """Return a step's bytes over the bus (to the GPU, to the host), with micro-batches of ``tokens``.
+
+    Gradients go to the host in each micro-batch. Their sums come to the GPU from the second micro-batch on, once for
+    the norm, and once for the optimizer. The last `KEPT` layer inputs stay on the GPU."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
     own = max(1, -(-tokens // run.ranks_per_sequence))  # tokens of a micro-batch on this rank
@@ -75,7 +77,9 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return the settings that make the run fit with the fewest seconds on the bus. ``host``: bytes of host memory."""
+    """Return the settings that make the run fit with the fewest seconds of copies over the bus. {}: none fits.
+
+    ``host``: available bytes of host memory."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 
