@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in OWN:
         return getattr(importlib.import_module(f".{OWN[name]}", __name__), name)
-    if name == "get_kbit_device_map":  # Some versions of TRL lack this function.
+    if name == "get_kbit_device_map":  # Own function, because some versions of TRL lack it.
         return lambda: {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if name in OF_TRL:
         return getattr(importlib.import_module("trl"), name)

@@ -1,6 +1,6 @@
 """Detect a rank that hangs: its training thread hasn't called `progress` for `rank_timeout` seconds.
 
-A rank that waits for other ranks doesn't hang. Its call stack then contains a function of the modules `WAITING`.
+A rank that waits for other ranks doesn't hang: its call stack contains a function of the modules `WAITING`.
 If a process runs no thread, e.g. after SIGSTOP, other ranks detect this (see `faults`). A check adds at most half of
 the limit to the counted time. So a process that was stopped for long isn't ended as soon as it continues."""
 

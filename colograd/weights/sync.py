@@ -55,7 +55,9 @@ class PlannedSync(WeightSync):
         self._planned = self._addresses()
 
     def publish(self, version: int) -> int:
-        """Write the policy's weights into the engine, and stamp the engine. After an error the engine can't sample."""
+        """Write the policy's weights into the engine, and stamp it with ``version``.
+
+        After an error the engine can't sample."""
         self.engine.invalidate()
         addresses = self._addresses()
         if addresses != self._planned:

@@ -103,7 +103,7 @@ class CarryOver:
             for index, each in enumerate(group.rollouts):
                 if each.finish_reason is not FinishReason.ABORT:
                     continue
-                own_seed = request_seed(seed, position, purpose) + index  # Like in one request for n.
+                own_seed = request_seed(seed, position, purpose) + index  # Seed + i, as in one request for n.
                 ids = each.completion_ids
                 if ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
                     own_seed = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")

@@ -74,7 +74,7 @@ def shown_completions(
     token_texts: TokenTexts,
     mask_truncated: bool,
 ) -> list[dict[str, Any]]:
-    """Return the groups' completions as dicts for the report. ``trainer``: the trainer's log-probabilities [C] each."""
+    """Return completions as dicts for the report. ``trainer``: the trainer's log-probabilities per completion, [C]."""
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
     most = min(MOST_TOKENS, max(LEAST_TOKENS, STEP_TOKENS // max(completions, 1)))
     shown = []

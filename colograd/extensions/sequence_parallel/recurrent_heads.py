@@ -76,7 +76,7 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
 def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
     """Run Granite's Mamba-2: (1, own tokens, hidden) -> the same shape. The ranks exchange each head's inputs and time
-    step, and B and C of the head's group. The norm over all heads needs the gate, so it runs on this rank's tokens."""
+    step, and B and C of the head's group. The gated norm spans all heads, so it runs last, on this rank's tokens."""
     heads, groups, size = mixer.num_heads, mixer.n_groups, mixer.ssm_state_size
     inner = heads * mixer.head_dim
     convolved = [inner, groups * size, groups * size]
