@@ -147,7 +147,8 @@ class ObjectiveKnobs(SamplingKnobs):
         changes, drafts = shaping(vars(self)), value_of(self, DRAFTS) is not None
         names = ", ".join(f"{name} {value!r}" for name, value in changes.items())
         truncates, corrects = {*changes} <= {*TRUNCATING}, names and self.vllm_importance_sampling_correction
-        # If vLLM records the tokens that truncation leaves, the trainer normalises over them, and the ratio is right.
+        # vLLM can record which tokens top_k, top_p and min_p keep. The trainer's softmax is then over these tokens, so
+        # that the ratio of trainer to sampler probability is right.
         recorded = truncates and "top_k" in changes and not drafts and "kept_tokens" in registry.installed()
         biased = corrects and not recorded
         check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
@@ -169,9 +170,9 @@ class ObjectiveKnobs(SamplingKnobs):
 
     @property
     def replays_truncation(self) -> bool:
-        """Whether policy, reference and teacher normalise over the tokens that the sampler's truncation leaves.
+        """Whether the softmax of policy, reference and teacher is over the tokens that the sampler kept.
 
-        vLLM records these tokens. Truncation means `top_k`, perhaps with `top_p` or `min_p`.
+        vLLM records these tokens. The sampler keeps tokens by `top_k`, perhaps with `top_p` or `min_p`.
         """
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 

@@ -193,10 +193,10 @@ def activation_bytes(
     """Estimate the peak bytes of one forward and backward, without weights and gradients: the largest of three moments.
 
     In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
-    (`logprobs`), and the gradient of the head's weight. In the last layer: the layer's gradients, and for a tied head
-    the weight's gradient, which waits for the embedding's gradient. In the embedding: its gradient in its dtype and in
-    float32, and if tied, both gradients and their sum in float32. No gradient is on its way to the host while the head
-    runs, so the head may use the bytes of `Trained.on_way`.
+    (`label_logprobs`), and the gradient of the head's weight. In the last layer: the layer's gradients, and for a tied
+    head the weight's gradient, which waits for the embedding's gradient. In the embedding: its gradient in its dtype
+    and in float32, and if tied, both gradients and their sum in float32. No gradient is on its way to the host while
+    the head runs, so the head may use the bytes of `Trained.on_way`.
 
     tests/policy/test_fake_gpu.py counts these bytes on fake CUDA tensors.
     """

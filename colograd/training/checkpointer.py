@@ -71,7 +71,7 @@ class Checkpointer(TrainerCallback):
         status = exit_status(args.exit_status_after_stop, os.environ)
         self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
         self.stop_signal.tell, self.stop_signal.leave = faults.tell_stop, faults.leave
-        self._newest = 0  # Optimizer step of this run's last checkpoint, which may still be in writing.
+        self._newest = 0  # Step of the last checkpoint that this run began to write, or that it was resumed from.
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles(self.args.device)

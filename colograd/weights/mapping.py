@@ -363,8 +363,10 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 
 
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield known orders of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An order is a
-    list of tensors, which the ranks divide one by one: the policy's row indices in the engine's order."""
+    """Yield the known row orders of a weight with ``total`` rows, ``queries`` query heads and ``keys`` key heads.
+
+    An order is a list of tensors with row indices of the policy, in the engine's order. Each rank of an engine holds a
+    part of each tensor."""
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
         by_head = rows.view(keys, group + 2, -1)

@@ -123,7 +123,9 @@ def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
     contents = [message.get("content") for message in messages]
     parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
     if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
-        before = "".join(marks)  # as in TRL: without image parts, images come first in the only user message
+        # TRL's rule: without image parts, the images come before the first user message's text. This text is returned
+        # only if no other user message follows.
+        before = "".join(marks)
     texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
     return before + texts[users[-1] if users else -1]
 

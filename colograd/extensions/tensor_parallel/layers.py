@@ -82,7 +82,7 @@ class _Embedding(nn.Embedding):
 
 class _Head(nn.Linear):
     """Language-model head with some vocabulary rows on each rank. Training computes only this rank's logits
-    (`logprobs`), without this forward."""
+    (`label_logprobs`), without this forward."""
 
     vocabulary: VocabularyPart
 
