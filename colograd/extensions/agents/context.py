@@ -126,7 +126,7 @@ class SessionContexts:
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
-        except BadRequest:  # Some templates require a tool's answer behind each tool call.
+        except BadRequest:  # Some templates can't write a tool call without an answer.
             return
         decode = functools.partial(self.form.tokenizer.decode, skip_special_tokens=False)
         texts = [context.text + str(decode([*wrote], clean_up_tokenization_spaces=False))]

@@ -184,6 +184,6 @@ class Session:
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
             turn["at"] = tree.places.get(number, 0)  # Index of the turn's first token. 0 for a turn without tokens.
-        ids = array("i", [min(self.form.ends, default=0)])  # For an empty tree: a completion needs a token.
+        ids = array("i", [min(self.form.ends, default=0)])  # A completion needs a token, even of a session without any.
         nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
         return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)
