@@ -37,7 +37,8 @@ class Context:
 class Turn:
     """A reply of the model and the conversation that ends with it."""
 
-    texts: tuple[str, ...]  # The conversation as sampled, and maybe as the template writes it: a request repeats one.
+    # The conversation as sampled, and possibly as the template writes it. A later request may begin with either text.
+    texts: tuple[str, ...]
     ids: list[int]  # Token ids of the conversation, as the model read and sampled them.
     key: str
     place: int  # Index of the reply among the conversation's messages.
