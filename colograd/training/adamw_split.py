@@ -271,7 +271,7 @@ def compiled_step() -> Kernel:
 
     def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
         *state, constants = others
-        # `.data` of a view has no reference to the base tensor. Dynamo would recompile for each shape of a base tensor.
+        # `.data` of a view has no reference to the base tensor. Dynamo may recompile for a new shape of a base tensor.
         compiled(parameter.view(-1).view(torch.int16).data, *(tensor.view(-1).data for tensor in state), constants)
 
     return run
