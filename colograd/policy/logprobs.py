@@ -29,7 +29,8 @@ class Pass:
     temperature: float
     entropy_gradient: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)  # Additional keyword arguments of the model's body.
-    # {field of the body's output: tensors (T, ...), one per layer}. A `ForwardStep` adds a field with an empty list.
+    # Lists of tensors (T, ...), one per layer. Keys: fields of the body's output. A `ForwardStep` requests a field by
+    # adding an empty list, which the forward fills.
     of_layers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     candidates: Candidates | None = None  # Tokens that the softmax is over. None: the whole vocabulary.
     other: Callable[[Pass], OtherDistribution] | None = None  # Makes a teacher's distribution, for a KL divergence.

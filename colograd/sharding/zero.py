@@ -34,7 +34,7 @@ from .strategy import Owned, ShardingStrategy, Write
 IN_FLIGHT = 2  # Maximum number of reduce-scatters at once, because each needs memory.
 # Maximum elements of a bucket of several parameters: 64 MiB of float32, enough to use a link fully.
 ELEMENTS = 2**24
-PATIENCE = 30.0  # Seconds to wait whether all ranks that train a row together run out of memory at the same operation.
+PATIENCE = 30.0  # Seconds to wait for the other ranks of a row to run out of memory, too.
 
 # torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single`
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -303,10 +303,10 @@ class SharedGradients(SharedOptimizer):
 
 @contextlib.contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Report an error in the body to the other ranks, unless all ranks ``row`` run out of memory at the same operation.
+    """Report an error in the body to the other ranks, except if all ranks of the group ``row`` run out of memory.
 
-    These ranks train a row together and do equal work. If all fail alike, none waits for another, and all can try
-    again."""
+    The group's ranks train a row together and do equal work. If all run out of memory at the same operation, none
+    waits for another, and all can try again."""
     shortage: torch.OutOfMemoryError | None = None
     with telling(what):
         try:

@@ -216,7 +216,7 @@ class AdamWSplit(torch.optim.Optimizer):
 def step_constants(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, device: torch.device
 ) -> torch.Tensor:
-    """Compute the constants of an AdamW step. torch.compile would recompile for new Python numbers, not for a tensor.
+    """Compute the constants of an AdamW step for `fused_step`.
 
     Returns:
         [7] float32: decay factor, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias correction, eps, and
@@ -271,7 +271,7 @@ def compiled_step() -> Kernel:
 
     def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
         *state, constants = others
-        # `.data` of a view has no reference to the base tensor. Dynamo would recompile for each shape of a base tensor.
+        # `.data` of a view has no reference to the base tensor. Dynamo may recompile for a new shape of a base tensor.
         compiled(parameter.view(-1).view(torch.int16).data, *(tensor.view(-1).data for tensor in state), constants)
 
     return run

@@ -37,7 +37,8 @@ class Context:
 class Turn:
     """A reply of the model and the conversation that ends with it."""
 
-    texts: tuple[str, ...]  # The conversation as sampled, and maybe as the template writes it: a request repeats one.
+    # The conversation as sampled, and possibly as the template writes it. A later request may begin with either text.
+    texts: tuple[str, ...]
     ids: list[int]  # Token ids of the conversation, as the model read and sampled them.
     key: str
     place: int  # Index of the reply among the conversation's messages.
@@ -126,7 +127,7 @@ class SessionContexts:
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
-        except BadRequest:  # Some templates require a tool's answer behind each tool call.
+        except BadRequest:  # Some templates can't write a tool call without an answer.
             return
         decode = functools.partial(self.form.tokenizer.decode, skip_special_tokens=False)
         texts = [context.text + str(decode([*wrote], clean_up_tokenization_spaces=False))]

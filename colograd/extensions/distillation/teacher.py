@@ -187,7 +187,7 @@ def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the teacher's bytes on the policy's device. With FSDP: on the devices of all ranks together."""
+    """Return the teacher's bytes on the policy's device, or on all ranks' devices together if FSDP divides it."""
     source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))

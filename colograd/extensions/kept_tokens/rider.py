@@ -1,4 +1,4 @@
-"""The tokens that truncated sampling (top_k, top_p, min_p) kept: a rider, and a mask of logits."""
+"""The tokens that truncated sampling (top_k, top_p, min_p) kept: their record per completion, and a mask of logits."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def data_url(file: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # Optimizer step that trains the completion, or an evaluation's last step before it.
+    step: int  # Optimizer step that trains the completion. In an evaluation: the last step before the evaluation.
     position: int  # Position of the completion's prompt in the run's stream of prompts.
     prompt: Any
     text: bytes  # UTF-8, because one rare character makes a Python string four times as large.

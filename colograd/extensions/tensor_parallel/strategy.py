@@ -88,8 +88,8 @@ def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
 
 
 class TensorStrategy(SharedRows):
-    """Base class of the tensor-parallel strategies. Each strategy's further ZeRO class works among the ranks that have
-    the same part of the policy, one per engine."""
+    """Base class of the tensor-parallel strategies. Each strategy's second base class works among the ranks that
+    have the same part of the policy, one per engine."""
 
     shared_out: str  # Name of the state that ranks with the same part of the policy divide. Empty without such state.
 

@@ -23,7 +23,7 @@ TELLS_KEPT = "return_sampling_mask"  # An argument of vLLM's engine. Only Model 
 
 
 class KeptTokensRecord(EngineFeature):
-    """Engine feature that adds the rider `KeptTokens` to each completion whose sampling was truncated."""
+    """Engine feature that adds `KeptTokens` to each completion whose sampling was truncated."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
