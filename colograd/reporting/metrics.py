@@ -21,9 +21,8 @@ class Metrics:
     """One rank's means, totals, minima and maxima. Values may be GPU tensors; only `reduce` copies them to the host."""
 
     def __init__(self) -> None:
-        self._sums: dict[
-            tuple[str, str], Any
-        ] = {}  # (Key of `JOINS`, metric's name) -> value. A mean has a sum and a count.
+        # (Key of `JOINS`, metric's name) -> value. A mean has a sum and a count.
+        self._sums: dict[tuple[str, str], Any] = {}
         self._extremes: dict[tuple[str, str], list[Any]] = defaultdict(list)
 
     def total(self, name: str, value: float | torch.Tensor, kind: str = "total") -> None:

@@ -193,11 +193,12 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
     found = source.outline()
     head = TeacherHead.of(found).nbytes if config.distillation_kl == "exact" else 0
+    copies = config.world_size if config.cuts_weights else 1  # The plan divides by the ranks with FSDP.
     if offloads(config, config.offload_teacher):
-        return head
+        return head * copies
     packed = to_pack(found, source.quantization or {})
     whole = sum(packed.get(parameter, parameter.nbytes) for parameter in found.parameters())
-    return whole + head * config.world_size if config.cuts_weights else whole
+    return whole + head * copies if config.cuts_weights else whole
 
 
 def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:

@@ -278,6 +278,13 @@ def test_the_memory_plan_counts_it(tiny_model, tmp_path, large, monkeypatch) -> 
     waits = made(tmp_path, large, offload_teacher=True)
     monkeypatch.setattr(GRPOConfig, "on_cpu", False)
     assert teacher_bytes(waits, policy) == 0
+    exact = made(tmp_path, large, offload_teacher=True, distillation_kl="exact")
+    head = teacher_bytes(exact, policy)
+    monkeypatch.setattr(GRPOConfig, "world_size", 4)
+    monkeypatch.setattr(GRPOConfig, "cuts_weights", True)
+    assert teacher_bytes(exact, policy) == 4 * head > 0, (
+        "with FSDP each rank has a whole head, and the plan divides by 4"
+    )
 
 
 def test_a_teacher_that_can_t_score_the_policy_s_tokens_is_refused(tiny_model, tmp_path, large) -> None:
