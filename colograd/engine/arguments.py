@@ -19,9 +19,9 @@ from .protocol import EngineUse
 # default blocks of 128 tokens are longer than most prompts.
 CPU_BLOCK = 32
 MOST_SEQUENCES = 1024  # Default maximum of sequences decoded at once, as in vLLM on the largest GPUs.
-FAR_APART = 128  # Distance in tokens of CUDA graph sizes that training doesn't reach.
+FAR_APART = 128  # Distance in tokens between CUDA graph sizes above the sizes for training.
 VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of 64 rows before it splits the rows over ranks.
-KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel for GPUs that keeps a checkpoint's layout
+KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel for GPUs that keeps expert weights in a checkpoint's layout
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 RESERVED = (  # Arguments of vllm.LLM that only the trainer may set.
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
@@ -73,7 +73,7 @@ def engine_kwargs(
         # so that a weight sync can't write them.
         kwargs["attention_backend"] = getattr(AttentionBackendEnum, "CPU_MLA", None)
     else:
-        # With `kv_cache_memory_bytes` vLLM only checks that the share `gpu_memory_utilization` is free.
+        # With `kv_cache_memory_bytes` vLLM only checks that this share of the GPU's memory is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs["moe_backend"] = KEEPS_EXPERTS

@@ -109,14 +109,14 @@ def build_conditions(
             while_built.callback(process.compile_with_threads, _compile_threads)
         try:
             sys.stdout.fileno()
-        except (OSError, AttributeError):  # vLLM needs standard output's file descriptor; Colab's has none
+        except (OSError, AttributeError):  # vLLM needs a file descriptor, which Colab's standard output lacks
             enter(contextlib.redirect_stdout(sys.__stdout__))
-        # vLLM reseeds python, numpy and torch.
+        # Keep the random states of python, numpy and torch, because vLLM sets seeds.
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
         enter(torch.random.fork_rng(range(torch.cuda.device_count())))
-        # vLLM's worker sets the precision of float32 products (tf32). torch.compile fails if torch's old and new
-        # setting of the precision differ.
+        # Restore the precision of float32 products (tf32), which vLLM's worker sets by one of torch's two settings.
+        # torch.compile fails if the two settings differ.
         for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             while_built.callback(setattr, products, "fp32_precision", products.fp32_precision)
         with contextlib.suppress(RuntimeError):  # Reading torch's old setting fails if only the new setting was set.
@@ -384,7 +384,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # registered by vLLM
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # vLLM replaced their configurations
             del registered[model_type]
         registered |= registered_before
         theirs = {}

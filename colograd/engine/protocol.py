@@ -41,8 +41,8 @@ class Sampled:
     logprobs: array[float]  # Log-probabilities of the sampled tokens in nats, [C] float32.
     finish_reason: FinishReason
     riders: tuple[Rider, ...] = ()  # Per-token data of extensions.
-    # (log-probability in nats, rank) of each prompt token, None for the first token. Empty unless the request sets
-    # vLLM's `prompt_logprobs`.
+    # (log-probability in nats, rank in the vocabulary) of each prompt token. None for the first token. Empty unless
+    # the request sets vLLM's `prompt_logprobs`.
     prompt: Sequence[tuple[float, int] | None] = ()
 
 
@@ -155,7 +155,7 @@ class Engine(Protocol):
 class EngineUse:
     """Facts about a run that its engine needs, and that the configuration doesn't hold."""
 
-    end_tokens: tuple[int, ...] = ()  # Token ids that end a completion, in addition to the checkpoint's ids.
+    end_tokens: tuple[int, ...] = ()  # Token ids that end a completion, in addition to the checkpoint's end tokens.
     adapter: Adapter | None = None  # LoRA adapter that the engine serves. None without one.
     sequences: int = 0  # Maximum number of sequences in one generation or evaluation. 0 means unknown.
     trained: int = 0  # Maximum number of sequences in one generation of training. 0 means the value of ``sequences``.
@@ -222,7 +222,7 @@ def after_each_step(engine: Engine, work: Callable[[], Any]) -> Iterator[None]:
 
 
 def stepping(engine: Engine, tell: Callable[[int], Any]) -> contextlib.AbstractContextManager[None]:
-    """Call ``tell`` after each engine step with the number of sequences that are still running."""
+    """Return a context that calls ``tell`` after each engine step with the number of sequences still running."""
     return after_each_step(engine, lambda: tell(engine.load().running))
 
 

@@ -19,8 +19,7 @@ RESERVED = (  # Parameters of vllm.SamplingParams that only the trainer may set.
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
-# Parameters of vllm.SamplingParams that `generation_kwargs` may set. Others are refused, because Colograd doesn't read
-# the results of all parameters.
+# Parameters of vllm.SamplingParams that `generation_kwargs` may set. Others are refused.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",

@@ -69,7 +69,7 @@ class VLLMTensors:
         return layers.get(f"{name.rpartition('.')[0]}.weight")
 
     def expert_layout(self, name: str) -> str:
-        """Return the name of the vLLM kernel that permutes an experts' tensor, or ""."""
+        """Return the name of the vLLM kernel that permutes an experts' tensor; "" if it is as in checkpoints."""
         method = getattr(self._layer(name), "quant_method", None)
         kernel = getattr(getattr(method, "unquantized_backend", None), "name", AS_SAVED[0])
         return "" if kernel in AS_SAVED else str(kernel)
@@ -91,8 +91,8 @@ class VLLMTensors:
 
 
 def lora_stacks(layer: Any, kind: str) -> Sequence[torch.Tensor]:
-    """Return a layer's LoRA slots of ``kind`` (``lora_A`` or ``lora_B``), one per fused part: [slots, 1, rows,
-    columns]."""
+    """Return a layer's LoRA slots of ``kind`` (``lora_A`` or ``lora_B``): one tensor [slots, 1, rows, columns] per
+    fused part."""
     stacks: Sequence[torch.Tensor] = getattr(layer, f"{kind.lower()}_stacked")
     return stacks
 

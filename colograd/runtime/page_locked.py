@@ -17,7 +17,7 @@ import torch
 
 PAGE = 4096
 HUGE = 2**21  # Bytes of a large page.
-_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # By (device, bytes).
+_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # Key: (device, bytes).
 
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
@@ -40,8 +40,8 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
 
 
 def reserve(sizes: Iterable[int], device: torch.device) -> None:
-    """Page-lock buffers of these ``sizes`` in bytes in a thread, for later calls of `host_empty`. A large model's
-    buffers take minutes, which the first generation hides."""
+    """Page-lock buffers of these ``sizes`` in bytes in a thread, for later calls of `host_empty`. For a large model
+    page-locking takes minutes, and runs beside the first generation."""
     if device.type != "cuda":
         return
     buffers: list[tuple[int, Future[memoryview]]] = [(size, Future()) for size in sizes]

@@ -42,8 +42,8 @@ def command_arguments(argv: Sequence[str] | None) -> list[str]:
 
 
 def is_verbose(argv: Sequence[str]) -> bool:
-    """Return whether a command's flags or its recipe set ``verbose``. Parsing the recipe would import packages that
-    read log levels at import."""
+    """Return whether a command's flags or its recipe set ``verbose``. The recipe isn't parsed, because the parser
+    would import packages that read log levels at import."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
     with contextlib.suppress(ValueError, IndexError, OSError):  # The parser will report a bad command or recipe.
@@ -98,7 +98,7 @@ def compile_with_threads(given: str | None) -> None:
     number to 1, so that the policy's layers would be compiled one by one."""
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
-    # torch reads COMPILE_THREADS when torch is imported.
+    # torch._inductor.config reads the variable only when it is imported.
     if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.compile_threads = int(number)  # type: ignore[attr-defined]
 
@@ -139,15 +139,15 @@ def free_port() -> int:
 
 
 def follow_launcher() -> None:
-    """Make Linux send SIGTERM when `accelerate launch` of one process dies, as it forwards no signals."""
+    """Make Linux send this process SIGTERM when `accelerate launch` dies. With one process it forwards no signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         _call_glibc("prctl", 1, signal.SIGTERM)  # 1: the constant PR_SET_PDEATHSIG of sys/prctl.h.
 
 
 @contextlib.contextmanager
 def rank_variables() -> Iterator[None]:
-    """Set missing rank variables (RANK, WORLD_SIZE, ...) while a trainer is built. In a program that a script, a tool
-    or an agent starts later, torch.distributed would bind this process's port."""
+    """Set missing rank variables (RANK, WORLD_SIZE, ...) while a trainer is built, and remove them. Else programs
+    that this process starts later would inherit them, and torch.distributed would bind the same port there."""
     added = prepare_ranks()
     try:
         yield
@@ -157,7 +157,7 @@ def rank_variables() -> Iterator[None]:
 
 
 def drop_inherited_ranks() -> None:
-    """Remove rank variables that a parent process without launcher set for itself. The parent uses this port."""
+    """Remove rank variables that a parent process without launcher set for itself. It still uses their MASTER_PORT."""
     process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
     if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
         for name in (*RANK_VARIABLES, RANK_OF_ONE):
@@ -218,7 +218,7 @@ def quiet_logs(verbose: bool) -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
     for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # A script may have imported transformers and torch, which read their variables at import.
+    # A script may have imported transformers and torch already, which read their variables at import.
     given, theirs = os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error"), logging.getLogger("transformers")
     if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' default levels.
         theirs.setLevel(logging.ERROR)

@@ -81,7 +81,7 @@ class UnmappedParameter(ValueError):
 
 Part = tuple[torch.Tensor, tuple[slice, ...]]  # Pair of `Slice.destination` and `Slice.cut`.
 EXPANDS = "kv_b_proj"  # Name of the layer that expands the keys and values of latent attention (MLA).
-ABSORBED = ("W_UK_T", "W_UV")  # vLLM's copies of `kv_b_proj` for decoding, (P, L) and (L, V) per head.
+ABSORBED = ("W_UK_T", "W_UV")  # vLLM's copies of `kv_b_proj` for decoding, one for keys and one for values.
 
 
 def map_parameters(
@@ -196,8 +196,8 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the slices of `ABSORBED`. A rank has (H * (P + V), L) of the weight of `EXPANDS`. ``parts`` are the slices
-    of this weight."""
+    """Yield the slices of `ABSORBED`, for each head (P, L) for keys and (L, V) for values. L is the latent size.
+    ``parts`` are the slices of the weight of `EXPANDS`, (H * (P + V), L) for a rank's H heads."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip

@@ -25,10 +25,10 @@ from ..policy.towers import sees
 from .mapping import Slice, is_near
 
 PROBE_TOKENS = (8, 64)  # Prompt lengths. Some parameters affect only longer prompts.
-# Smallest ratio of a parameter's predicted effect to the measured effect of all cancelling changes. The gradient
-# predicts an effect up to a factor of three.
+# A parameter counts as read if its predicted effect is more than this many times the measured effect of all changes
+# that cancel. The gradient predicts an effect up to a factor of three.
 MARGIN = 10.0
-VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2  # In nats. Rounding hides smaller effects.
+VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2  # Rounding in float32 and in 16 bits hides smaller effects (nats).
 # Largest rounding difference of the largest logit between policy and engine, in steps of the dtype. A trained model has
 # logits of about 30 for random tokens, and the step of bfloat16 at 30 is 1/8.
 ROUNDED_LOGIT = 2.0
@@ -65,7 +65,7 @@ def check_equal(slices: Sequence[Slice]) -> None:
 def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> None:
     """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding, without a LoRA
     adapter. A collective."""
-    # Gemma 4 reads placeholders of images, video or audio as padding, and vLLM reads them as tokens.
+    # Leave out placeholders of images, video and audio: Gemma 4 reads them as padding, and vLLM as tokens.
     placeholders = {getattr(unwrap(policy).config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
     ids = [token for token in probe_ids(engine, PROBE_TOKENS[-1]) if token not in placeholders]
     engine_logprobs = engine.prompt_logprobs(ids)
@@ -113,7 +113,7 @@ def check_read(
     slices = [part for part in slices if not part.again]
     every = [part for part in every if not part.again]
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
-    # One probe for both checks saves two forwards.
+    # `read_together` and `unread` share one probe, which saves two forwards.
     probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None
     proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)], probe)
     silent = unread([part for part in text if part.name not in proven], engine, probe=probe)
@@ -210,13 +210,13 @@ def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) 
             yield
     finally:
         for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)  # peft freezes the parameters of a disabled adapter.
+            parameter.requires_grad_(requires_grad)
 
 
 def unread(
     slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | None = None, probe: Probe | None = None
 ) -> list[Slice]:
-    """Return the slices without effect on the engine's output. Each costs one or two short forwards per engine rank."""
+    """Return the slices without effect on the engine's output. A slice costs 1 or 2 forwards per engine rank."""
     layout = engine.layout
     silent = [(part, place) for part in slices for place in range(layout.ranks_per_engine)]
     for length in PROBE_TOKENS:
@@ -234,7 +234,7 @@ def unread(
 
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> bool:
-    if part.packed is not None:  # Outside an untested tower a quantised parameter counts as effective.
+    if part.packed is not None:  # A quantised parameter counts as inert only in a tower without test prompt.
         return tower_prompt is None and sees(part.name)
     more: dict[str, torch.Tensor] = {}
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=part.source.device)
@@ -266,11 +266,11 @@ def changed(tensor: torch.Tensor) -> Iterator[None]:
 
 
 EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"  # Names of modules in models like Llama.
-READERS = {  # projections that read the residual stream: the norm before each
+READERS = {  # Projections that read the residual stream, each with the norm before it.
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "post_attention_layernorm"),
 }
-WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # Projections that write to the residual stream: the sign of their input.
+WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # Projections into the residual stream, each with the sign of its input.
 NEGATED = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 NORMS_OF_HEADS = ("q_norm", "k_norm")
 
@@ -283,7 +283,7 @@ def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
     Some channels of the residual stream change their sign, in the embedding and in all projections that write or read
     the stream. Some channels of each norm change their sign, together with the columns of the projections that read the
     norm. Queries, keys and values are negated: the signs cancel in the scores, and in the output projection. A change
-    of sign is exact in every dtype. Norms that multiply by 1 + weight must get no factors (``norms``).
+    of sign is exact in every dtype. ``norms`` must be false for norms that multiply by 1 + weight: they get no factors.
     """
     kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}
     embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)

@@ -1,4 +1,4 @@
-"""`WeightSync`, the interface of weight syncs, and its classes for shared memory and for copies on one rank.
+"""`WeightSync`, the interface of weight syncs, and its classes for shared memory and for copies of a whole policy.
 
 `MergedWeights` computes W + scaling * B A in float32 layer by layer, and rounds the sum once. Merging into the policy's
 own weights would accumulate rounding errors.
@@ -205,8 +205,8 @@ def bytes_apart(policy: torch.nn.Module, engine: VLLMTensors) -> int:
 def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Only
-    tied parameters share a tensor: safetensors' writer would copy tensors that share storage."""
+    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Tied
+    parameters share a tensor. Other tensors share no storage, because safetensors' writer would copy them."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
     queued = False

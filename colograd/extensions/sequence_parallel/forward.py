@@ -115,7 +115,7 @@ class RowPart:
         if heads % size or keys % size:
             if heads % size == 0 and size % keys == 0:  # several ranks need the same key-value head
                 index = torch.arange(size) // (size // keys)
-            else:  # heads of zeros are added
+            else:  # add query heads of zeros
                 filled = -(-heads // size) * size
                 query = F.pad(query, (0, 0, 0, 0, 0, filled - heads))
                 index = torch.arange(filled).clamp(max=heads - 1) // (heads // keys)

@@ -1,7 +1,7 @@
 """Recurrent layers with sequence parallelism: each rank runs the recurrence of all tokens for some heads or channels.
 
 The ranks exchange projections of their tokens. Then each rank runs transformers' recurrence over all tokens, on a
-stand-in for the layer with the parameters of its heads. Outputs are exchanged back.
+stand-in for the layer with the parameters of the rank's heads. Outputs are exchanged back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ...policy.attention import RowPart
 
-SAME = torch.nn.Identity()  # Stand-in for a projection that the rank has computed already.
+SAME = torch.nn.Identity()  # Stand-in for a projection that the rank computes before or after the recurrence.
 Run = Callable[[Any, torch.Tensor], torch.Tensor]  # Function (layer, inputs) that runs a packed row, (1, T, C).
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers of a policy: each rank has the heads, MLP columns and vocabulary entries of its vLLM engine.
+"""Tensor-parallel layers of a policy: a rank has the same heads, MLP columns and vocabulary entries as in vLLM.
 
 As in Megatron-LM (arXiv 1909.08053), each rank computes with its part of the weights, the ranks' outputs are summed,
 and so are the gradients of the inputs. Layers run transformers' forwards; hooks and derived classes add the sums.
@@ -146,14 +146,14 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
         elif all(shard.is_whole for shard in own.values()):
             continue
         elif ".lora_A." in path:  # Matrix A of an adapter, cut by inputs.
-            # A hook, because the extension `lora` may replace A's forward.
+            # A hook sums the outputs, because the extension `lora` may replace A's forward.
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
             _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
         elif isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
-            # The attention or MLP around the layer. Base layers and LoRA matrices are inside of an adapted layer.
+            # The attention or MLP around the layer. A base layer's or LoRA matrix's path also has the adapted layer.
             parent = path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[0]
             regions[parent] = model.get_submodule(parent)
         elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
@@ -188,8 +188,8 @@ def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard])
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Sum gradients over the ranks that have the same part of a parameter, such as a norm of queries, but process only
-    their own heads or columns."""
+    """Sum gradients over the ranks that have the same part of a parameter, such as a norm of queries. Each of these
+    ranks computes the gradient from its own heads or columns only."""
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
     partial = {name: parameter for name, parameter in inside if parameter.requires_grad}
@@ -199,7 +199,7 @@ def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], p
             is_whole = not parts.shards[name.replace(".lora_B.", ".lora_A.")].is_whole
         else:
             is_whole = last == "bias" and isinstance(model.get_submodule(module), _RowParallel)
-        if is_whole:  # The parameter is applied to the ranks' summed output.
+        if is_whole:  # It is applied to the ranks' summed output, so each rank has the whole gradient.
             continue
         # Making a group is a collective: every rank makes all groups in this order, also groups without the rank.
         sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))

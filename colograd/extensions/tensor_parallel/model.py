@@ -11,7 +11,7 @@ from ...policy.supported import ModelFeature, Wanted
 if TYPE_CHECKING:
     from ...policy.loading import Policy
 
-# Models that support a policy in the engine's tensor-parallel layout.
+# Model types whose policy can have the engine's tensor-parallel layout.
 CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 

@@ -120,7 +120,7 @@ class TensorStrategy(SharedRows):
     def sum_of_squares(self) -> float:
         pieces = [piece for piece in self.owned() if piece.part.grad is not None and piece.name in self._counted]
         local = squared_norm(piece.part.grad for piece in pieces)
-        if self.shared_out:  # With ZeRO all ranks divide the gradient. Otherwise each engine has the whole gradient.
+        if self.shared_out:  # With ZeRO all ranks' pieces are the whole gradient, otherwise each engine's pieces are.
             return self.sum_over_parts(local)
         return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=self.device)))
 
