@@ -73,12 +73,12 @@ def engine_kwargs(
         # so that a weight sync can't write them.
         kwargs["attention_backend"] = getattr(AttentionBackendEnum, "CPU_MLA", None)
     else:
-        # With `kv_cache_memory_bytes` vLLM only checks that this share of the GPU's memory is free.
+        # With `kv_cache_memory_bytes` vLLM only checks that the share `gpu_memory_utilization` of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs["moe_backend"] = KEEPS_EXPERTS
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
-            kwargs["disable_custom_all_reduce"] = True  # The kernel would query GPUs that this process can't see.
+            kwargs["disable_custom_all_reduce"] = True  # The all-reduce would query GPUs hidden from this process.
         if use.sequences:  # vLLM's default of max_num_seqs ignores the run's batch size.
             width = int(given.get("max_num_seqs") or min(use.sequences, MOST_SEQUENCES))
             kwargs["max_num_seqs"] = width

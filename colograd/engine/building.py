@@ -236,7 +236,7 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
     return patched("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", keep)
 
 
-@functools.cache  # the patches stay until the process ends
+@functools.cache  # once, because the patches stay until the process ends
 def mend_cpu_layers() -> None:
     layers = "vllm.model_executor.layers"
     for path, ours in (  # Compiling the first two functions takes seconds, and fails without a C++ compiler.
@@ -384,7 +384,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # vLLM replaced their configurations
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # vLLM replaced transformers' own class
             del registered[model_type]
         registered |= registered_before
         theirs = {}

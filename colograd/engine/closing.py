@@ -66,7 +66,7 @@ def _shut_down(core: Any) -> None:
     with (
         replaced(parallel_state, "destroy_distributed_environment", lambda: None),
         replaced(parallel_state, "destroy_model_parallel", lambda: None),
-        replaced(gc, "collect", lambda *_: 0),  # `_free_memory` collects. vLLM's collection takes half a second.
+        replaced(gc, "collect", lambda *_: 0),  # `_free_memory` collects garbage. vLLM's collection takes 0.5 s.
         contextlib.suppress(Exception),  # If the shutdown fails, dropping the core frees its memory.
     ):
         core.shutdown()

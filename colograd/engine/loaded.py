@@ -83,7 +83,7 @@ class LoadedVLLM:
                 feature.built(self)
         self.dtype = model_config.dtype
         self.head_dtype = model_config.head_dtype if computes_float32_heads() else self.dtype
-        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # first id without token in the tokenizer
+        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # first token id that the tokenizer lacks
         self.context = int(model_config.max_model_len)
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)

@@ -183,7 +183,7 @@ class VLLMEngine(LoadedVLLM):
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
         prompts = {name: self._open[name] for name in requests if name in self._open}
         outputs: dict[str, Any] = {}  # Last output of each request by name.
-        # vLLM makes outputs of aborted requests only for its server's streaming clients. `stream` acts like one of these.
+        # vLLM makes outputs of aborted requests only for its server's streaming clients. `stream` acts as a client.
         stream = SimpleNamespace(put=lambda output: outputs.update({output.request_id: output}))
         for state in self.core.output_processor.request_states.values():
             if state.external_req_id in prompts:

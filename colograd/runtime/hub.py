@@ -36,7 +36,7 @@ def check_model_name(name: str, revision: str | None = None) -> None:
         why += "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
     except ConnectionError as error:
         why += str(error)
-    except Exception:  # An error of loading the model is clearer.
+    except Exception:  # Loading the model will give a clearer error.
         return
     raise ValueError(
         f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Set "

@@ -17,7 +17,7 @@ import torch
 
 PAGE = 4096
 HUGE = 2**21  # Bytes of a large page.
-_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # Key: (device, bytes).
+_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # Buffers by (device, bytes).
 
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:

@@ -146,8 +146,8 @@ def follow_launcher() -> None:
 
 @contextlib.contextmanager
 def rank_variables() -> Iterator[None]:
-    """Set missing rank variables (RANK, WORLD_SIZE, ...) while a trainer is built, and remove them. Else programs
-    that this process starts later would inherit them, and torch.distributed would bind the same port there."""
+    """Set missing rank variables (RANK, WORLD_SIZE, ...) while a trainer is built, and remove them afterwards.
+    Else programs that this process starts later would inherit them, and torch.distributed would bind the same port."""
     added = prepare_ranks()
     try:
         yield

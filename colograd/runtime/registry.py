@@ -40,7 +40,7 @@ def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
 
 
 def names(seam: str) -> dict[str, str]:
-    """Return name -> extension of the offers that `HOOKS` list under "``seam``:name". Import no offer."""
+    """Return the extension of each name that extensions' `HOOKS` list as "``seam``:name". Import no offer."""
     offered: dict[str, str] = {}
     for name in installed():
         keys = importlib.import_module(f"{extensions.__name__}.{name}").HOOKS

@@ -318,7 +318,7 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
     for part in slices:
         filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
-        if not target.numel():  # the engine's layer reads the policy's packed weight
+        if not target.numel():  # empty: the engine's layer reads the policy's packed weight
             continue
         vocabulary = "embed" in name or "lm_head" in name or "wte" in name  # A vocabulary may be padded.
         storage = target.untyped_storage().data_ptr()
@@ -351,7 +351,7 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
             continue
         for order in _orders(part.source.shape[0], queries, keys):
             of_rank = []
-            if all(len(rows) % ranks == 0 for rows in order):  # each rank has a part of each tensor
+            if all(len(rows) % ranks == 0 for rows in order):  # each rank has a part of each tensor in `order`
                 of_rank.append(torch.cat([rows.chunk(ranks)[place] for rows in order]))
             if ranks > 1 and len(order) == 1:  # neighbouring ranks may hold the same key heads
                 of_rank.append(order[0][part.cut[0]] if part.cut else order[0])

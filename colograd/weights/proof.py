@@ -283,7 +283,7 @@ def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
     Some channels of the residual stream change their sign, in the embedding and in all projections that write or read
     the stream. Some channels of each norm change their sign, together with the columns of the projections that read the
     norm. Queries, keys and values are negated: the signs cancel in the scores, and in the output projection. A change
-    of sign is exact in every dtype. ``norms`` must be false for norms that multiply by 1 + weight: they get no factors.
+    of sign is exact in every dtype. ``norms``: whether norms get factors; false if norms multiply by 1 + weight.
     """
     kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}
     embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)

@@ -250,8 +250,8 @@ class SharedTokens(SharedRows):
         expert of a mixture. Waiting for the expert's gradient bucket would block the exchanges of heads."""
         if self._reach_all:
             return True
-        # The check visits each node of the autograd graph, so a model without experts needs it only
-        # until all ranks have reached all parameters.
+        # The check takes time, because it visits the whole autograd graph. A model without experts isn't checked again
+        # once all ranks have reached all parameters.
         unreached = self.row.gather(_unreached(loss, self.model))
         self._reach_all = not any(unreached) and not num_experts(unwrap(self.model).config)
         return len({*unreached}) == 1
@@ -276,7 +276,7 @@ def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
 def over_rows(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
     if config.sequence_parallel_size == 1:
         return way
-    # ZeRO-2 handles a failed rank in its own backward.
+    # Keep ZeRO-2's backward, which handles a failed rank.
     own: dict[str, Any] = {"backward": SharedGradients.backward} if issubclass(way, SharedGradients) else {}
     return type(f"RowsOf{way.__name__}", (SharedTokens, way), own)
 

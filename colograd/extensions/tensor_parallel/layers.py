@@ -153,7 +153,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
         elif isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
-            # The attention or MLP around the layer. A base layer's or LoRA matrix's path also has the adapted layer.
+            # The attention or MLP around the layer. For a base layer or LoRA matrix: the one around its adapted layer.
             parent = path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[0]
             regions[parent] = model.get_submodule(parent)
         elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
