@@ -123,7 +123,7 @@ class FinishedGroups:
         hungry = self._store.add(self._wanted, 0)
         if hungry:
             self._offer()
-        # When all ranks have sampled, take a fraction of one rank's groups: all ranks then end at about the same time.
+        # When all ranks have sampled, take a fraction of a rank's groups, so that all ranks end at about one time.
         shares = 1 + max(hungry, 1) if self.all_sampled() else 0
         left = {i: tokens_of(own) for i, own in enumerate(self._own) if (self.layout.rank, i) not in self._gone}
         taken = self._take({self.layout.rank: left}, budget, shares)

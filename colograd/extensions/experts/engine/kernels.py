@@ -22,7 +22,7 @@ from ....policy.loading import Policy
 from ....reporting.console import Console
 from ....runtime.sizes import num_experts
 
-SLOPE, LIMIT = 1.702, 7.0  # Constants of gpt-oss's activation. In its input gate and up alternate.
+SLOPE, LIMIT = 1.702, 7.0  # Constants of gpt-oss's activation. Its input has gate and up values in turn.
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu, "gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh"),
 }  # fmt: skip
