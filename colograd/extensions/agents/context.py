@@ -102,7 +102,7 @@ class SessionContexts:
             for number, turn in enumerate(self.turns)
             if turn is not None
             and turn.place < len(keys)
-            and keys[turn.place] == turn.key  # The whole message is the reply, not only its beginning.
+            and keys[turn.place] == turn.key  # The message must equal the reply, not only begin with it.
             for begun in turn.texts
             if text.startswith(begun)
         ]

@@ -169,7 +169,7 @@ class AgentSessions:
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
                 endpoint.close(session, why)
-                session.program.stop()  # An ended command may have left processes in its process group.
+                session.program.stop()  # Also an ended program, whose command may have left processes behind.
 
         with contextlib.ExitStack() as closing:
             closing.callback(queue.close)

@@ -103,7 +103,7 @@ class CarryOver:
             for index, each in enumerate(group.rollouts):
                 if each.finish_reason is not FinishReason.ABORT:
                     continue
-                own_seed = request_seed(seed, position, purpose) + index  # As in one request for the whole group.
+                own_seed = request_seed(seed, position, purpose) + index  # The seed as in one request for the group.
                 ids = each.completion_ids
                 if ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
                     own_seed = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")

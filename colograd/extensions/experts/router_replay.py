@@ -30,7 +30,7 @@ from ...rollout.record_file import read_table, table_bytes
 
 UNKNOWN = -1  # Stands for an unknown expert: the trainer's router chooses.
 ROUTED = "routed_experts"  # Keyword argument of decoder layers: the recorded experts of a row's tokens.
-APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the trainer didn't make, and all.
+APART = "experts/apart"  # Key of counts (2,): the engine's choices that the trainer didn't make, and all engine choices.
 # Columns of a table, one row per rollout. Without experts all are null. A `prompt` equal to the one before is null.
 ROWS = pa.schema([("prompt", pa.binary()), ("completion", pa.binary()), ("shape", pa.list_(pa.int32()))])
 
@@ -201,7 +201,7 @@ class ReplayStep(ForwardStep):
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         if (routed := experts_of(row.batch)) is not None:
-            if row.model.config._attn_implementation != attention.NAME:  # Other attention reads padded rows.
+            if row.model.config._attn_implementation != attention.NAME:  # Other implementations read padded rows.
                 routed = rows_of(row.batch.layout, routed.device).of_tokens(routed, UNKNOWN).flatten(0, 1)
             row.inputs[ROUTED] = routed
         return inner(row)

@@ -229,7 +229,7 @@ class OverlappedRound(PlainRound):
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run forward and backward of packed rows. Return the rows, maybe with a reference's log-probabilities."""
+        """Run forward and backward of packed rows. Return them, with log-probabilities of any reference or teacher."""
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager
         if learner.second_models:

@@ -46,7 +46,7 @@ def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: d
     started = time.perf_counter()
     try:
         value = function(**arguments)
-        if inspect.isawaitable(value):  # E.g. of an async method. Waiting keeps an environment's calls in order.
+        if inspect.isawaitable(value):  # E.g. an async method. Waiting keeps an environment's calls in order.
             outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
         else:
             outcome = Outcome("value", value, time.perf_counter() - started)
@@ -64,7 +64,7 @@ class RunningCall:
     deadline: float = math.inf  # When the wait for the call ends, in `time.monotonic` seconds.
     run: Callable[[], None] | None = None  # Runs the call in the main thread (main_thread_tools).
     environment: Environment | None = None
-    declarable: str | None = None  # Name that a warning proposes for main_thread_tools if the call needs it.
+    declarable: str | None = None  # Name that the warning about a failed call proposes for main_thread_tools.
 
     def done(self) -> bool:
         return self.run is not None or self.future.done() or time.monotonic() > self.deadline
@@ -209,7 +209,7 @@ class Toolbox:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, deadline + GRACE)  # In case the tool blocks the event loop.
+            return RunningCall(name, running, deadline + GRACE)  # The deadline is for tools that block the loop.
         future = Future[Outcome]()
         run = functools.partial(run_call, future, function, arguments)
         if name in self._main_thread if environment is None else environment.thread is None:

@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Arguments of `apply_chat_template` that a request's `chat_template_kwargs` may not contain.
 NO_ARGUMENTS = {"chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
-# (text, name of vLLM's parser for chat templates that contain the text). The first found text counts.
+# (text, name of vLLM's parser for chat templates that contain the text). The first entry that fits counts.
 TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
