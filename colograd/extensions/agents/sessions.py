@@ -48,7 +48,7 @@ ARGUMENTS = ("base_url", "api_key", "model", "row")
 LARGEST_SCRIPT = 2**20  # Bytes. A larger program, such as an interpreter, isn't read for the agent's digest.
 SUFFIX = ".sessions"
 HEAD = -1  # `Record.position` of a file's first record, which holds the log's conditions.
-PLACE = 4  # Number of bytes at a record's start that hold the session's index in its group.
+PLACE = 4  # Number of first bytes of a record's content, which hold the session's index in its group.
 
 
 class SessionLog:

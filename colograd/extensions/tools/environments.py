@@ -71,7 +71,7 @@ class EnvironmentThread:
 @dataclass(slots=True, eq=False)
 class Environment:
     instance: Any
-    name: str  # Name for main_thread_tools: the factory's key, or the factory's own name without keys.
+    name: str  # Name for main_thread_tools: the factory's key, or its function's name if it has none.
     factory: str | None
     thread: EnvironmentThread | None  # None: its calls run in the main thread.
     stuck: bool = False  # Whether a call didn't return in time, so that the environment's state is unknown.
