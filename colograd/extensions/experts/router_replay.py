@@ -30,7 +30,7 @@ from ...rollout.record_file import read_table, table_bytes
 
 UNKNOWN = -1  # Stands for an unknown expert: the trainer's router chooses.
 ROUTED = "routed_experts"  # Keyword argument of decoder layers: the recorded experts of a row's tokens.
-APART = "experts/apart"  # Key of counts (2,): the engine's choices that the trainer's router didn't make, and all choices.
+APART = "experts/apart"  # Key of counts (2,): the engine's choices that the trainer didn't make, and all its choices.
 # Columns of a table, one row per rollout. Without experts all are null. A `prompt` equal to the one before is null.
 ROWS = pa.schema([("prompt", pa.binary()), ("completion", pa.binary()), ("shape", pa.list_(pa.int32()))])
 
