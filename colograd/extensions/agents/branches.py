@@ -35,7 +35,7 @@ class Branch:
 
     length: int
     after: int | None = None  # Index of the parent branch. None: the branch continues the prompt.
-    prompt: int = 0  # Number of prompt tokens that the branch continues. 0 if `after` is set.
+    prompt: int = 0  # Number of the prompt's first tokens that the branch continues. 0 if `after` is set.
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class TooLong(ValueError):
 class Context:
     ids: list[int]
     text: str
-    messages: list[dict[str, Any]]  # As the chat template reads them.
+    messages: list[dict[str, Any]]  # The request's messages, as the chat template reads them.
     arguments: dict[str, Any]  # Arguments of the chat template.
     after: int | None  # Index of the earlier turn that the ids continue, or None.
 
@@ -74,7 +74,7 @@ class ChatFormat:
             raise BadRequest(f"the chat template of {whose} can't write these messages: {problem}") from None
 
     def encode(self, text: str, behind: int | None = None) -> list[int]:
-        """Tokenise a text behind the token ``behind``. Some tokenizers encode the start of a text differently."""
+        """Tokenise a text that follows the end token ``behind``. Alone, some tokenizers would encode it differently."""
         encode: Callable[[str], list[int]] = functools.partial(self.tokenizer.encode, add_special_tokens=False)
         if text and behind in self.end_texts:
             before, whole = encode(self.end_texts[behind]), encode(self.end_texts[behind] + text)
@@ -102,7 +102,7 @@ class SessionContexts:
             for number, turn in enumerate(self.turns)
             if turn is not None
             and turn.place < len(keys)
-            and keys[turn.place] == turn.key  # The whole message is the reply, not only its beginning.
+            and keys[turn.place] == turn.key  # The message must equal the reply, not only begin with it.
             for begun in turn.texts
             if text.startswith(begun)
         ]
@@ -127,12 +127,12 @@ class SessionContexts:
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
-        except BadRequest:  # Some templates can't write a tool call without an answer.
+        except BadRequest:  # Some templates can't write a tool call that has no answer yet.
             return
         decode = functools.partial(self.form.tokenizer.decode, skip_special_tokens=False)
         texts = [context.text + str(decode([*wrote], clean_up_tokenization_spaces=False))]
         if whole:
-            # Cut the template's text where the ids end: behind a sampled end token, or behind the message's content.
+            # Cut the template's text where the sampled ids end: behind an end token, or behind the message's content.
             stop = len(text) - len(self.form.end) if text.endswith(self.form.end) else len(text)
             end = self.form.end_texts.get(wrote[-1], "")
             if end and (at := text.rfind(end, min(stop, len(text) - 1))) >= 0:

@@ -26,7 +26,7 @@ APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/m
 LARGEST = 32 * 2**20  # Maximum bytes of a request's body.
 GRACE_SECONDS = 1
 STOP_SECONDS = 10.0
-KEEP_ALIVE_SECONDS = 600  # Long, because a program's tool may run for minutes between two requests.
+KEEP_ALIVE_SECONDS = 600  # An idle connection stays open as long. A tool may run for minutes between requests.
 
 
 class Endpoint:

@@ -72,13 +72,13 @@ class FunctionProgram:
 class CommandProgram:
     """Runs an agent's command, which gets a dataset row as JSON on stdin.
 
-    If the command succeeds, the outcome's value is its last printed line, parsed as JSON. None: no JSON."""
+    If the command succeeds, the outcome's value is its last printed line, parsed as JSON. None if it isn't JSON."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], row: Any) -> None:
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
-        with tempfile.TemporaryFile() as file:  # Writing to a pipe would block if the command didn't read.
+        with tempfile.TemporaryFile() as file:  # A pipe would block the writer if the command didn't read.
             file.write(json.dumps(row, default=str).encode())
             file.seek(0)
             self._process = subprocess.Popen(

@@ -94,7 +94,7 @@ class Session:
         self, prompt: Prompt, index: int, form: ChatFormat, config: GRPOConfig, is_repeated: bool = False
     ) -> None:
         self.prompt, self.index, self.form, self.config = prompt, index, form, config
-        self.is_repeated = is_repeated  # Whether this run repeats one that a signal ended.
+        self.is_repeated = is_repeated  # Whether this run repeats a run whose command a signal ended.
         self.key = f"sk-{secrets.token_urlsafe(32)}"
         self.turns: list[dict[str, Any]] = []  # One dict per answer of the model, in order.
         self.why_closed = ""  # Why the session is over, or "" for a running session.
@@ -183,7 +183,7 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # Index in the completion of the turn's first token. 0: no tokens.
-        ids = array("i", [min(self.form.ends, default=0)])  # A session without tokens gets one: a completion needs it.
+            turn["at"] = tree.places.get(number, 0)  # Index in the completion of the turn's first token.
+        ids = array("i", [min(self.form.ends, default=0)])  # A session without tokens gets one: completions need it.
         nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
         return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)

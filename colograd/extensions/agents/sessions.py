@@ -45,15 +45,15 @@ TERMINATED = {  # Exit statuses of a command that a job scheduler's signal ended
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
 ARGUMENTS = ("base_url", "api_key", "model", "row")
-LARGEST_SCRIPT = 2**20  # Bytes. A larger executable counts as an interpreter, not as the user's code.
+LARGEST_SCRIPT = 2**20  # Bytes. A larger program, such as an interpreter, isn't read for the agent's digest.
 SUFFIX = ".sessions"
 HEAD = -1  # `Record.position` of a file's first record, which holds the log's conditions.
-PLACE = 4  # Bytes of the session's index in its group. A record's content begins with them.
+PLACE = 4  # Number of first bytes of a record's content, which hold the session's index in its group.
 
 
 class SessionLog:
     """Ended agent sessions on disk, so that a resumed run doesn't repeat them. Files of other ``conditions`` (weights
-    and settings) are deleted. A session that couldn't be written to disk is repeated."""
+    and settings) are deleted. After a write error a resumed run repeats the session."""
 
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
@@ -169,7 +169,7 @@ class AgentSessions:
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
                 endpoint.close(session, why)
-                session.program.stop()  # An ended command may have left processes in its process group.
+                session.program.stop()  # Also an ended program, whose command may have left processes behind.
 
         with contextlib.ExitStack() as closing:
             closing.callback(queue.close)

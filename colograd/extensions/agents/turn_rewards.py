@@ -45,8 +45,8 @@ def problem_with(columns: Mapping[str, Any], answers: int) -> str:
 
 
 def checked_turns(reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
-    """Check a reward function's values like `checked_values`. A session's value may be a list, with one reward per
-    answer. Then the list goes into the session's column `JUDGED`, and the list's mean is the session's reward."""
+    """Check a reward function's values like `checked_values`. A session's value may be a list with one reward per
+    answer. Such a list goes into the session's column `JUDGED`, and its mean becomes the session's reward."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
     is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)
@@ -90,7 +90,7 @@ def with_turn_rewards(
     Returns:
         [sum C], one advantage per completion token. But ``advantages`` if no answer has a reward, or a session failed.
     """
-    of_sessions: list[list[float]] = []  # Per session: one reward per answer, or an empty list.
+    of_sessions: list[list[float]] = []  # Per session: one total per answer, or an empty list.
     for rollout in group.rollouts:
         parts = [(1.0, rollout.columns.get(TURN_REWARDS) or ())]
         parts += [(weights.get(name, 1.0), turns) for name, turns in rollout.columns.get(JUDGED, {}).items()]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
 
-# Sampling parameters that act on each token alone, unlike `stop`: several requests may sample one completion.
+# Sampling parameters that act on each token alone, so that several requests can sample one completion.
 OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
 ALLOWED = ", ".join(OF_A_TOKEN)
 LEAVE = "leave one of the two out"

@@ -73,7 +73,7 @@ class Versions(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAges(RowRider):
-    ages: torch.Tensor  # Optimizer steps from each label's (target token's) sampling to its round, (N,) float32.
+    ages: torch.Tensor  # Age of each label (target token): optimizer steps since its sampling, (N,) float32.
 
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         old = scored * (self.ages > 0)

@@ -64,7 +64,7 @@ class CarryOver:
             return
         self.engine.require(version)
         in_flight = self.in_flight
-        groups = {group.position: group for group in in_flight.begin(prompts, version)}  # Those not yielded yet.
+        groups = {group.position: group for group in in_flight.begin(prompts, version)}  # Groups not yielded yet.
         whole = [position for position, group in groups.items() if is_whole(group)]
         due, lacks = in_flight.due([*groups.values()], version), in_flight.takes
         requests = self._submit(groups, sampling, seed, purpose)
@@ -98,12 +98,12 @@ class CarryOver:
     ) -> dict[str, tuple[int, int]]:
         """Submit unfinished completions. Return (group's position, completion's index) by request."""
         requests = {}
-        # A resumed run may have more groups, if `carry_over` or the number of ranks has changed.
+        # A resumed run may have more groups than `size`, if `carry_over` or the number of ranks has changed.
         for position, group in itertools.islice(groups.items(), self.in_flight.size):
             for index, each in enumerate(group.rollouts):
                 if each.finish_reason is not FinishReason.ABORT:
                     continue
-                own_seed = request_seed(seed, position, purpose) + index  # Seed + i, as in one request for n.
+                own_seed = request_seed(seed, position, purpose) + index  # The seed as in one request for the group.
                 ids = each.completion_ids
                 if ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
                     own_seed = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")
@@ -117,7 +117,7 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    longest_first = False  # Instead the engine gets the oldest prompts first.
+    longest_first = False  # The engine gets the oldest prompts first instead of the longest.
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")

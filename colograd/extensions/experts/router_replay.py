@@ -30,8 +30,8 @@ from ...rollout.record_file import read_table, table_bytes
 
 UNKNOWN = -1  # Stands for an unknown expert: the trainer's router chooses.
 ROUTED = "routed_experts"  # Keyword argument of decoder layers: the recorded experts of a row's tokens.
-APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the trainer didn't make, and all.
-# Columns of a table with a row per rollout. A null `shape`: no experts. Else a null `prompt`: as the last one above.
+APART = "experts/apart"  # Key of counts (2,): the engine's choices that the trainer didn't make, and all its choices.
+# Columns of a table, one row per rollout. Without experts all are null. A `prompt` equal to the one before is null.
 ROWS = pa.schema([("prompt", pa.binary()), ("completion", pa.binary()), ("shape", pa.list_(pa.int32()))])
 
 
@@ -43,14 +43,14 @@ class RoutedExperts(Rider):
     prompt: torch.Tensor  # Experts of the prompt's tokens, [P, L, K].
     completion: torch.Tensor  # Experts of the completion's tokens, [C, L, K].
 
-    MARK = b"\xff\xff\xff\xff"  # First bytes of any Arrow message, because older records have no marker bytes.
+    MARK = b"\xff\xff\xff\xff"  # Any Arrow message begins with these bytes. Older records have no other mark.
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
         last = next((part for part, _ in reversed(parts) if part is not None), None)
         if last is None:
             return None
-        # The last request's prompt contains all earlier tokens.
+        # The last request's prompt contains all earlier tokens, so that its experts are enough.
         whole = filled(torch.cat([last.prompt, last.completion]), prompt + sum(length for _, length in parts))
         return cls(whole[:prompt].clone(), whole[prompt:].clone())
 
@@ -137,7 +137,7 @@ def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> t
 
 
 def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The router's correction bias influences only the choice of experts, not the factors of their outputs."""
+    """Return the factors of the experts' outputs. A router's correction bias influences only the choice of experts."""
     shares = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
@@ -201,7 +201,7 @@ class ReplayStep(ForwardStep):
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         if (routed := experts_of(row.batch)) is not None:
-            if row.model.config._attn_implementation != attention.NAME:  # Other attention reads padded rows.
+            if row.model.config._attn_implementation != attention.NAME:  # Other implementations read padded rows.
                 routed = rows_of(row.batch.layout, routed.device).of_tokens(routed, UNKNOWN).flatten(0, 1)
             row.inputs[ROUTED] = routed
         return inner(row)

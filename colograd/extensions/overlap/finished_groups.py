@@ -20,7 +20,7 @@ from ...batch import ScoredGroup
 from ...parallel.layout import RankLayout
 from ...riders import Media
 
-_numbers = itertools.count(1)  # Numbers the `FinishedGroups` objects, equally on all ranks.
+_numbers = itertools.count(1)  # Numbers the `FinishedGroups` objects for keys in the store, equally on all ranks.
 EVERY = 0.1  # Minimum seconds between two checks whether another rank wants groups.
 LARGEST = 4 * 2**20  # Maximum bytes of an offered group, because torch's store closes a connection that sends 8 MiB.
 
@@ -123,7 +123,7 @@ class FinishedGroups:
         hungry = self._store.add(self._wanted, 0)
         if hungry:
             self._offer()
-        # When all ranks have sampled, take a fraction of one rank's groups: all ranks then end at about the same time.
+        # When all ranks have sampled, take a part of a rank's groups, so that all ranks end at about the same time.
         shares = 1 + max(hungry, 1) if self.all_sampled() else 0
         left = {i: tokens_of(own) for i, own in enumerate(self._own) if (self.layout.rank, i) not in self._gone}
         taken = self._take({self.layout.rank: left}, budget, shares)

@@ -37,7 +37,7 @@ from ...sharding import strategy_of
 from ...training.learner import loss_pass, step_batch
 from .finished_groups import FinishedGroups
 
-EVERY = 0.01  # Seconds between two polls for finished groups on up to 8 ranks. More ranks wait longer.
+EVERY = 0.01  # Seconds between two polls for finished groups, with at most 8 ranks. More ranks poll less often.
 FILE = "partition.jsonl"
 LARGEST = 2**26  # Maximum characters that are read from a round's `FILE`.
 
@@ -99,7 +99,7 @@ def first_rows(
     taken = [*itertools.chain(*of_ranks)]
     if recorded is not None:
         if len(recorded) != len(held) or len({*taken}) < len(taken) or not {*taken} <= places.keys():
-            return FirstRows([*groups])  # Other groups or ranks were recorded. The step is equal up to rounding.
+            return FirstRows([*groups])  # The record doesn't fit. Packing anew changes only rounding.
         received = exchange(groups, [[places[position] for position in of_rank] for of_rank in of_ranks])
         by_position, early = {scored.group.position: scored for scored in received}, EarlyRows()
         for batch in recorded[rank()]:
@@ -218,18 +218,18 @@ class OverlappedRound(PlainRound):
             if not groups:
                 with self.times.phase("wait"):
                     watchdog.progress("waiting for ranks that sample")
-                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # Ranks share one store.
+                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # All ranks poll one store.
                 continue
             with contextlib.suppress(torch.OutOfMemoryError), finished.training():
                 early.rows += self.train_rows(early.add(groups, rules), early.metrics)
                 continue
-            # Memory is out. Not in an `except` block, because the exception holds activations.
+            # Out of memory. In an `except` block the exception would still hold activations.
             self.learner.free_gradients()
             return EarlyRows()
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run forward and backward of packed rows. Return the rows, maybe with a reference's log-probabilities."""
+        """Run forward and backward of packed rows. Return them, with log-probabilities of any reference or teacher."""
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager
         if learner.second_models:

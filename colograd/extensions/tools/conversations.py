@@ -30,7 +30,7 @@ from .tool_format import ToolFormat
 from .toolbox import RunningCall, Toolbox, shown_content
 
 POLL = 0.02  # Maximum seconds of one wait for tools or free environments while the engine is idle.
-# One conversation. It yields the name of an engine request, and is sent the completion. Or it yields running calls.
+# One conversation's generator. It yields an engine request's name to get its sample, or running calls to await them.
 Talk = Generator["str | list[RunningCall]", Any, "Conversation"]
 
 
@@ -46,12 +46,12 @@ class Conversation:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # The last turn's. LENGTH if its tools' answers don't fit.
-    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per `add`: (riders, number of tokens).
+    finish_reason: FinishReason | None = None  # The last turn's reason. LENGTH if its tools' answers don't fit.
+    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Each `add`'s riders and token count.
     media: list[Media] = field(default_factory=list)  # Images, with their positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
-        """Append the tokens of a sampled ``turn``, or tokens that weren't sampled (None)."""
+        """Append the tokens of ``part``. ``turn`` is the sample that has them. None: they weren't sampled."""
         self.read = self.read.followed_by(part.ids, part.media)
         if part.media is not None:
             self.media.append(part.media.shifted(len(self.ids)))
@@ -77,7 +77,7 @@ class Conversations:
         self, engine: Engine, tools: Toolbox, form: ToolFormat, rules: PromptRules, max_iterations: int | None
     ) -> None:
         self.engine, self.tools, self.form = engine, tools, form
-        self.rules = rules  # Tokenise a prompt that an environment's `reset` has changed.
+        self.rules = rules  # Used to tokenise a prompt that an environment's `reset` has changed.
         self.max_iterations, self.take_counts = max_iterations, tools.take_counts
         self.shows_images = form.reader is not None
 
@@ -111,7 +111,7 @@ class Conversations:
                 if unopened and not (writing or waiting):
                     if environments.in_scoring:  # Async reward functions free environments when they end.
                         time.sleep(POLL)
-                    else:  # Nothing else frees one, e.g. if all scoring follows sampling.
+                    else:  # Nothing would free an environment, so exceed the limit.
                         is_limited = False
                 elif writing:
                     for request, (turn,) in self.engine.advance():
@@ -139,7 +139,7 @@ class Conversations:
             yield beginning
             self._begin(conversation, environment, self.tools.outcome(beginning[0]))
         for number in itertools.count():
-            # The first turn has the seed that this completion has in one request for n completions.
+            # The first turn has the seed that this completion would have in one request for n completions.
             of_turn = request_seed(seed, prompt.position, purpose) + index
             if number:
                 of_turn = request_seed(seed, prompt.position, f"{purpose}/{index}/{number}")

@@ -71,7 +71,7 @@ class EnvironmentThread:
 @dataclass(slots=True, eq=False)
 class Environment:
     instance: Any
-    name: str  # Name of the environment in main_thread_tools.
+    name: str  # Name for main_thread_tools: the factory's key, or its function's name if it has none.
     factory: str | None
     thread: EnvironmentThread | None  # None: its calls run in the main thread.
     stuck: bool = False  # Whether a call didn't return in time, so that the environment's state is unknown.
@@ -197,7 +197,7 @@ class Environments:
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
-        if thread is not None and environment.thread is not thread:  # The factory returned an instance again.
+        if thread is not None and environment.thread is not thread:  # The factory returned an earlier instance again.
             thread.close()
         return environment
 

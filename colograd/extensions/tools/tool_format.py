@@ -102,7 +102,7 @@ class ToolFormat:
             )
         if whole.ids[start] == (self._end if last is None else last):
             start += 1
-        if (images := whole.images) is not None:  # All images are behind `start`: up to it `engine_ids` equal `ids`.
+        if (images := whole.images) is not None:  # All images are behind `start`: before it `engine_ids` equal `ids`.
             places = tuple(place - start for place in images.places)
             images = dataclasses.replace(images, engine_ids=images.engine_ids[start:], places=places)
         return ModelInput(whole.ids[start:], images)

@@ -35,7 +35,7 @@ from .environments import Environment, Environments, factory_names, on_this_devi
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 PARTS = ("text", "image", "image_url", "audio", "video")  # Types of a message's content parts.
-# Parts of Python's errors about calls that need the main thread.
+# Parts of Python's error texts about calls that need the main thread.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 
 
@@ -46,7 +46,7 @@ def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: d
     started = time.perf_counter()
     try:
         value = function(**arguments)
-        if inspect.isawaitable(value):  # E.g. of an environment's method. Waiting here keeps the order of calls.
+        if inspect.isawaitable(value):  # E.g. an async method. Waiting keeps an environment's calls in order.
             outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
         else:
             outcome = Outcome("value", value, time.perf_counter() - started)
@@ -61,10 +61,10 @@ def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: d
 class RunningCall:
     name: str
     future: Future[Outcome]
-    deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
+    deadline: float = math.inf  # When the wait for the call ends, in `time.monotonic` seconds.
     run: Callable[[], None] | None = None  # Runs the call in the main thread (main_thread_tools).
     environment: Environment | None = None
-    declarable: str | None = None  # Name to advise for main_thread_tools if the call fails.
+    declarable: str | None = None  # Name that the warning about a failed call proposes for main_thread_tools.
 
     def done(self) -> bool:
         return self.run is not None or self.future.done() or time.monotonic() > self.deadline
@@ -84,7 +84,7 @@ class Toolbox:
         workers: number of processes for the sync tools. 0 means that sync tools run in threads.
         timeout: maximum seconds of a call outside the main thread. None means no limit.
         main_thread: names of tools and environments that work only in the main thread.
-        most_environments: environments in use at once. A whole group may always have its environments. None: no limit.
+        most_environments: maximum environments in use at once, but at least a group's size. None: no limit.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Toolbox:
         return {"tools": self.schemas(row) or None}
 
     def open(self, row: dict[str, Any]) -> tuple[Environment | None, list[RunningCall]]:
-        """Begin a row's conversation. Return its environment and the running call of ``reset``, if it has one."""
+        """Begin a row's conversation. Return its environment, or None, and the running call of its ``reset``."""
         if not self.factories:
             return None, []
         environment = self.environments.lend(self._factory_of(row))
@@ -209,7 +209,7 @@ class Toolbox:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, deadline + GRACE)  # For tools that block the event loop.
+            return RunningCall(name, running, deadline + GRACE)  # The deadline is for tools that block the loop.
         future = Future[Outcome]()
         run = functools.partial(run_call, future, function, arguments)
         if name in self._main_thread if environment is None else environment.thread is None:
@@ -267,7 +267,7 @@ class Toolbox:
         problem = f"what tool {name!r} returned can't be shown ({error})"
         if outcome is not None and outcome.kind != "value":
             place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
-            problem = place and f"tool {name!r} raised {outcome.value[0]} ({place})"  # Empty if the call was wrong.
+            problem = place and f"tool {name!r} raised {outcome.value[0]} ({place})"  # Warn only of the tool's errors.
         key = (problem.partition(" ")[0], name)
         if problem and key not in self._warned:
             self._warned.add(key)
@@ -337,9 +337,7 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
 
 
 def shown_content(content: Any, images: bool = False) -> Any:
-    """Convert a tool's value for the model: to text, or to content parts if it has an image and ``images`` is true.
-
-    ``images``: whether the model reads images."""
+    """Convert a tool's value to text, or to content parts if it has an image and the model reads images."""
     is_list = isinstance(content, list) and bool(content)
     if not is_list or not all(isinstance(part, dict) and part.get("type") in PARTS for part in content):
         return str(clean(str(content)))

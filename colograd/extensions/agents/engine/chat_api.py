@@ -23,7 +23,7 @@ SHAPING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": ([],),
     "ignore_eos": (False,), "thinking_token_budget": (), "repetition_detection": (),
 }  # fmt: skip
-# Request parameters that this endpoint refuses, unless they have a value from here or None.
+# Request parameters that this endpoint refuses, unless the value is None or listed here.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (0,), "top_logprobs": (0,),
     "logprob_token_ids": ([],), "continue_final_message": (False,), "add_generation_prompt": (True,),
@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Arguments of `apply_chat_template` that a request's `chat_template_kwargs` may not contain.
 NO_ARGUMENTS = {"chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
-# (text, name of vLLM's parser for chat templates that contain the text). The first found text counts.
+# (text, name of vLLM's parser for chat templates that contain the text). The first entry that fits counts.
 TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
@@ -51,7 +51,7 @@ class Call:
     api: str  # The API's name: "chat", "completions" or "messages".
     request: Any  # vLLM's request object. A request to "messages" is converted to a chat request.
     sampling: Sampling
-    shaping: dict[str, Any]  # Values by name of temperature and `SHAPING` parameters that differ from the run's.
+    shaping: dict[str, Any]  # The request's temperature and `SHAPING` values that differ from the run's, by name.
     stops: list[str]
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)

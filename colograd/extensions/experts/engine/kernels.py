@@ -22,7 +22,7 @@ from ....policy.loading import Policy
 from ....reporting.console import Console
 from ....runtime.sizes import num_experts
 
-SLOPE, LIMIT = 1.702, 7.0  # Constants of gpt-oss's activation. In its input gate and up alternate.
+SLOPE, LIMIT = 1.702, 7.0  # Constants of gpt-oss's activation. Its input has gate and up values in turn.
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu, "gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh"),
 }  # fmt: skip
@@ -127,7 +127,7 @@ def why_no_slots(on_cpu: bool) -> str:
         return "on a CPU vLLM has no experts beside a LoRA"
     try:
         from vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe import TrtLlmBf16LoRAExperts as Kernel
-    except ImportError:  # An older vLLM always uses Triton's kernel for experts with LoRA.
+    except ImportError:  # An older vLLM uses Triton's kernel for experts with LoRA, which permutes no weights.
         return ""
     if not Kernel._supports_current_device():
         return ""

@@ -56,7 +56,7 @@ class RouterLog(EngineFeature):
         from vllm.model_executor.layers.fused_moe import layer as fused
 
         if engine.layout.engine_place > 0:
-            if self.itself:  # Only the first rank's worker returns experts. Other schedulers would fail.
+            if self.itself:  # Only an engine's first rank returns experts. Other ranks' schedulers would fail.
                 engine.scheduler.aux_output_connector = None
             return
         runner = engine.runner
@@ -76,7 +76,7 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        self._step[place] = chosen.to(self.dtype)  # (T, K) for the T tokens of an engine step.
+        self._step[place] = chosen.to(self.dtype)  # Experts (T, K) of an engine step's T tokens.
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._execute(scheduled, *args, **kwargs)
@@ -111,7 +111,7 @@ class RouterLog(EngineFeature):
 
     def _take(self, request: str, completion: Any) -> torch.Tensor:
         if self.itself:
-            experts = getattr(completion, "routed_experts", None)  # (tokens - 1, number of layers, K)
+            experts = getattr(completion, "routed_experts", None)  # Array (tokens - 1, number of layers, K).
             if experts is None:
                 raise _problem("returned no experts for a completion, but router_replay needs them")
             layers = [int(layer.layer_id) for layer in self._layers]
