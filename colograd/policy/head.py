@@ -93,7 +93,7 @@ class Head:
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Return the dtype of a head's matrix products: float32 for bfloat16 on a CPU without bfloat16 instructions."""
+    """Return the dtype of a head's matrix products. CPUs without bfloat16 instructions use float32 in its place."""
     found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
     slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
     return torch.float32 if slow else found

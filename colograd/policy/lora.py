@@ -38,9 +38,9 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row of
-    the sum to a trained length (arXiv 2402.09353, eq. 5). For E experts, A has E times the rows and B E times the
-    columns."""
+    """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row of the matrix
+    W + scaling * B A to a trained length (arXiv 2402.09353, eq. 5). For E experts, A has E times the rows and B E times
+    the columns."""
 
     name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
     parameter: str  # Name of the layer's weight, e.g. model.layers.0.self_attn.q_proj.weight. For experts: `name`.
