@@ -281,7 +281,7 @@ def run_merged(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     size = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention's keys are larger than its values.
+    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention's values are smaller than its keys.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return MergedAttention.apply(q, k, v, sinks, calls, scaling)[..., :size].unsqueeze(0)
 

@@ -28,7 +28,7 @@ Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens. None means
 class Call:
     queries: Places
     keys: Places
-    causal: bool  # Whether attention is causal. A sequence's last query is then at its last key.
+    causal: bool  # Whether attention is causal, with a sequence's last query at its last key.
     window: int | None = None  # Maximum number of keys that a query attends to. None: no limit.
     # For flash attention of N sequences: starts (N + 1,) of queries and keys, most queries and keys of a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None

@@ -20,7 +20,7 @@ from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 
 LARGEST_RANK = 512  # vLLM's limit of a LoRA's rank.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # Values of `init_lora_weights` that leave the base unchanged.
-# Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x.
+# Refused fields of peft's LoraConfig: they train or compute more than y = W x + scaling * B A x.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",

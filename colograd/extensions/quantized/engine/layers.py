@@ -103,7 +103,7 @@ class ServedLayers(EngineFeature):
 
         def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
             config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
-            if not found:  # The first layer. At later layers `config` may be a submodel's.
+            if not found:  # Only at the first layer: at later layers `config` may be a submodel's.
                 architecture, _ = get_model_architecture(config.model_config)
                 found.append(served._parts_of(VLLMTensors(architecture)))
                 served.reserve(found[0])
