@@ -133,7 +133,7 @@ def _with_sinks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Append the sinks as one more key, whose value is 0, because kernels take no sinks.
 
-    New dimensions of the heads hold the sinks' logits.
+    Each head's size grows by `HEAD_STEP`. One of the new dimensions holds the sink's logit.
     """
     tokens, heads = query.shape[2], query.shape[1]
     own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
@@ -201,7 +201,7 @@ def _seen_both_ways(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
     options: tuple[float, float, int | None],
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention of the image tokens in ``runs``. An image's tokens attend to all tokens of the image."""
+    """Compute attention of the image tokens in ``runs``. They also attend to later tokens of their image."""
     scaling, dropout, window = options
     key, value = _heads_for_masks(query, key, value)
     starts, again = layout.starts, []
@@ -246,7 +246,7 @@ def flash_takes(query: torch.Tensor) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-# Mean prompt length in tokens. Below it, copies of prompts' keys are faster on a CPU (docs/measurements.md).
+# Mean prompt length in tokens. Below it, attention on a CPU copies prompts' keys, which is faster for short prompts.
 IN_PLACE_FROM = 128
 _in_place_from = IN_PLACE_FROM
 _packed_rows = False
@@ -281,7 +281,7 @@ def run_merged(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     size = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention's keys are larger than its values.
+    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention's values are smaller than its keys.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return MergedAttention.apply(q, k, v, sinks, calls, scaling)[..., :size].unsqueeze(0)
 

@@ -21,7 +21,7 @@ HIDDEN = -1e30  # Logit of tokens that the sampler couldn't choose. Finite, so t
 FLOAT32_PRODUCTS = "colograd_float32_products"  # Attribute that `cast_lm_head_to_fp32` sets on a head module.
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}  # Maximum number of logits in a tile, by device.
 TILE_ROWS = 8192  # Maximum number of labels in a tile. More labels would make tiles too narrow for fast products.
-TILE_COLUMNS = 64  # On a GPU tile widths are rounded to multiples of this, because unaligned rows are slow.
+TILE_COLUMNS = 64  # On a GPU tile widths are rounded down to multiples of this, because unaligned rows are slow.
 
 
 # The tokens that the sampler could choose for each label (e.g. with top-k), as in `kept_tokens/rider.py`. The method
@@ -93,7 +93,7 @@ class Head:
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Return the dtype of a head's matrix products: float32 for bfloat16 on a CPU without bfloat16 instructions."""
+    """Return the dtype of a head's products: float32 in place of bfloat16 on CPUs without bfloat16 instructions."""
     found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
     slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
     return torch.float32 if slow else found
@@ -226,7 +226,7 @@ class _LabelLogprobs(torch.autograd.Function):
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
         kernels = kernels_for(states, head, ctx.other)
         gradient, of_entropy = gradient.contiguous(), of_entropy.contiguous()
-        dtype = head.exact if needs_bias else head.dtype  # A bias's gradient sums unrounded numbers.
+        dtype = head.exact if needs_bias else head.dtype  # A bias's gradient sums a tile before rounding.
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)

@@ -67,8 +67,8 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
     """Turn on training mode and gradients, if the layers are compiled and have no dropout.
 
-    A check then compiles the graphs of training, not further ones. No parameter may have a gradient yet: torch can't
-    trace a gradient of a different dtype.
+    In this context a check of the model compiles the graphs that training needs, and no others. No parameter may have a
+    gradient yet, because torch can't trace a gradient of a different dtype.
     """
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):

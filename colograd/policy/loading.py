@@ -1,4 +1,4 @@
-"""Load the policy and its tokenizer, check both, and choose packed or padded rows. Make models without values."""
+"""Load the policy and its tokenizer, check both, and choose packed or padded rows. Make models on the meta device."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
 def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
     """Load the model at ``path``. The folder ``adapter`` may say how the adapter's base was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    # Set elsewhere: quantisation by `load_arguments`, the dtype by `policy_dtype`, the attention by `set_attention`.
+    # Arguments left out: `load_arguments` sets quantisation, `policy_dtype` the dtype, `set_attention` the attention.
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit", "torch_dtype", "attn_implementation"):
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
@@ -268,7 +268,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
     for feature in features():
         kwargs |= feature.load_arguments(saved, config, adapter or path)
     if not config.verbose and os.path.isdir(path):
-        hf_logging.disable_progress_bar()  # For a folder only: a download needs a progress bar.
+        hf_logging.disable_progress_bar()  # No progress bar for a folder. A download keeps its bar.
     try:
         kind = AutoModelForImageTextToText if has_tower(saved) else AutoModelForCausalLM
         loaded = kind.from_pretrained(path, **kwargs)

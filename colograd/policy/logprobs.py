@@ -64,7 +64,7 @@ class ForwardStep:
         return name
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
-        """Return additional inputs for transformers' own forward of one sequence, a part of `row_proof`."""
+        """Return additional inputs for transformers' own forward of one sequence, which `row_proof` runs."""
         return {}
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
@@ -101,7 +101,7 @@ class PolicyForward:
     steps: tuple[ForwardStep, ...] = ()  # Steps of loss terms, which wrap the steps installed on the model.
 
     def __call__(self, micro_batch: MicroBatch, last: Compute | None = None) -> tuple[Any, ...]:
-        """Return the tensors of ``last``, by default `label_values`. The last element is the dict `Pass.values`."""
+        """Return the tensors that ``last`` computes (by default `label_values`), followed by the dict `Pass.values`."""
         watchdog.progress()
         names: list[str] = []
 
@@ -183,7 +183,7 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Hooks of the module still run."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may set it.
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may set `forward`.
     module.forward = compute
     try:
         yield

@@ -38,12 +38,12 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row of
-    the sum to a trained length (arXiv 2402.09353, eq. 5). For E experts, A has E times the rows and B E times the
-    columns."""
+    """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row of the matrix
+    W + scaling * B A to a trained length (arXiv 2402.09353, eq. 5). For E experts, A has E times the rows and B E times
+    the columns."""
 
     name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
-    parameter: str  # Name of the layer's weight, e.g. model.layers.0.self_attn.q_proj.weight. For experts: `name`.
+    parameter: str  # Name of the layer's weight, e.g. model.layers.0.self_attn.q_proj.weight. For experts: like `name`.
     module: Any  # peft's layer around the base model's layer.
     lora_a: torch.Tensor  # Matrix A, (rank, in), or (rank, vocabulary) for an embedding.
     lora_b: torch.Tensor  # Matrix B, (out, rank).
@@ -55,7 +55,7 @@ class AdaptedLayer:
     @classmethod
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
         parameter = f"{name}.weight"
-        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests layers around experts.
+        if (own := getattr(module, "parameter_name", None)) is not None:  # Experts: peft nests a layer per parameter.
             name = parameter = ".".join([*(part for part in name.split(".") if part != "base_layer"), own])
         scaling, magnitudes = float(module.scaling[adapter]), getattr(module, "lora_magnitude_vector", None) or {}
         magnitude = magnitudes[adapter].weight if adapter in magnitudes else None

@@ -2,9 +2,9 @@
 
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
-A call's fused backward gets ``whole`` and ``out`` in place of l_i and of the call's output o_i. Then it computes the
-call's share of the gradients (arXiv 2307.08691, algorithm 2; as in ring attention, arXiv 2310.01889). A sink adds one
-term to ``whole``.
+A call's fused backward gets ``whole`` and ``out`` in place of l_i and of the call's output o_i. From these it
+computes the call's share of the gradients (arXiv 2307.08691, algorithm 2; as in ring attention, arXiv 2310.01889). A
+sink adds one term to the sum in ``whole``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens. None means
 class Call:
     queries: Places
     keys: Places
-    causal: bool  # Whether attention is causal. A sequence's last query is then at its last key.
+    causal: bool  # Whether attention is causal, with a sequence's last query at its last key.
     window: int | None = None  # Maximum number of keys that a query attends to. None: no limit.
     # For flash attention of N sequences: starts (N + 1,) of queries and keys, most queries and keys of a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
@@ -65,7 +65,7 @@ class MergedAttention(torch.autograd.Function):
             added = _gradients(call, _taken(call, query, key, value), rows, ctx.scale)
             places = call.queries, call.keys, call.keys
             for index, (like, at, found) in enumerate(zip((query, key, value), places, added, strict=True)):
-                if at is None:  # All tokens. Only the first call has this.
+                if at is None:  # None means all tokens. Only the first call may have None.
                     totals[index] = found
                     continue
                 total = totals[index]
@@ -94,7 +94,7 @@ def _taken(call: Call, *row: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _merge(
     out: torch.Tensor, whole: torch.Tensor, places: slice | torch.Tensor, found: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Merge a call's ``found`` (Q, heads, D) and ``lse`` (Q, heads) into the row's ``out`` and ``whole`` in float32."""
+    """Merge a call's ``found`` (Q, heads, D) and ``lse`` (Q, heads) into the row's ``out`` and ``whole``, in place."""
     before = _at(whole, places)
     together = torch.logaddexp(before, lse)
     merged = found * (lse - together).exp_().unsqueeze(-1)
@@ -137,8 +137,8 @@ def _gradients(
 
 
 def slow(query: torch.Tensor) -> bool:
-    """Return whether the backward computes in float32. torch's bfloat16 backward is up to seven times as slow on a CPU
-    without bfloat16 instructions (`tests/benchmarks/attention.py`)."""
+    """Return whether the backward computes in float32. On a CPU without bfloat16 instructions torch's backward in
+    bfloat16 takes up to seven times as long (`tests/benchmarks/attention.py`)."""
     return query.is_cpu and query.dtype == torch.bfloat16 and cpu_products.wanted()
 
 
@@ -162,7 +162,8 @@ def _window(call: Call) -> tuple[bool, dict[str, int]]:
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the forward and backward of torch's flash attention.
 
-    Since torch 2.14 `torch.nn.attention.varlen` may call cuDNN. cuDNN's backward may not take a merged output.
+    `torch.nn.attention.varlen` isn't used: since torch 2.14 it may call cuDNN, whose backward may not take a merged
+    output.
     """
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 

@@ -68,7 +68,7 @@ def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[Packe
 
 
 def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> PackedRow:
-    """Make a row of token ids 0, left out of the loss. ``groups``: (prompt length, completion lengths) of each."""
+    """Make a row of token ids 0, left out of the loss. ``groups``: per group (prompt length, completion lengths)."""
     parts = []
     for prompt, completions in groups:
         dummy_prompt = ModelInput((0,) * prompt)
@@ -103,8 +103,8 @@ def plan_rows(
 ) -> tuple[PackedRow, ...]:
     """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing.
 
-    A completion that is longer with its prompt gets a row of its own. Without ``share_prompts`` rows are padded, and
-    the budget includes padding.
+    If a prompt and its completion have more than ``budget`` tokens, the two get a row of their own. Without
+    ``share_prompts`` rows are padded, and the budget includes padding.
     """
     parts: list[PackedGroup] = []
     for scored in groups:

@@ -69,7 +69,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """Run ``body`` on padded rows. Return the last hidden states in the packed row's order, (1, T, hidden).
 
-    Each key of ``of_layers`` names a field of the body's output. Its list gets the field's tensors (T, ...) per layer.
+    Each key of ``of_layers`` names a field of the body's output. The key's list gets one tensor (T, ...) per layer.
     """
     rows = rows_of(batch.layout, batch.input_ids.device)
     inputs: dict[str, Any] = {

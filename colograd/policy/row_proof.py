@@ -130,7 +130,7 @@ def choose_rows_where_it_trains(
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
     if why:
-        with on_all_ranks("the proof of the rows"):  # A collective: ranks that pad already enter it, too.
+        with on_all_ranks("the proof of the rows"):  # A collective, so ranks that already pad rows enter it, too.
             if not found:
                 choose_rows(model, device, why, asked)
     for other in others:

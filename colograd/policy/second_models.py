@@ -29,7 +29,7 @@ class SecondModel(ABC):
     """A reference or teacher model. Its module may be the policy's, with other weights while the model computes."""
 
     model: Any
-    of_policy = True  # Whether the model has the policy's architecture. If not, a check chooses packed or padded rows.
+    of_policy = True  # Whether the policy's kernels and its choice of packed or padded rows also hold for this model.
 
     @abstractmethod
     def present(self) -> AbstractContextManager[Any]:
@@ -86,7 +86,7 @@ def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -
 
 
 def offloads(config: GRPOConfig, setting: bool) -> bool:
-    """Return whether a second model's weights stay in host memory between uses. On the CPU they have no other place."""
+    """Return whether a second model's weights go to the GPU only while it computes. False in a run on the CPU."""
     return setting and not config.on_cpu
 
 
@@ -112,7 +112,7 @@ class Kind(NamedTuple):
 
 
 OF = " of "
-SecondModels = dict[str, SecondModel]  # Keys: "ref_logprobs" (a `Kind.field`), "teacher_top of math" (with a name).
+SecondModels = dict[str, SecondModel]  # Keys: a `Kind.field`, with a name if models have names: "teacher_top of math".
 
 
 def kinds() -> dict[str, Kind]:

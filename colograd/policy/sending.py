@@ -8,7 +8,7 @@ from ..parallel.shards import RankGroup
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor`` on ``device``. On CUDA a copy from unpinned memory would wait for the device's earlier work."""
+    """Return ``tensor`` on ``device``. For a GPU it is pinned first, so that the host doesn't wait for the copy."""
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

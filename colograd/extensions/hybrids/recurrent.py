@@ -75,7 +75,7 @@ def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) 
 
 
 def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    # First from kwargs: since transformers 5.23 gradient checkpointing recomputes a layer without hook `_hand_out`.
+    # kwargs go first: since transformers 5.23 checkpointing recomputes a layer without the hook that sets attributes.
     layout, row_part = kwargs.pop("layout", mixer.layout), kwargs.pop("row_part", mixer.row_part)
     if layout is None:
         return own(mixer, hidden_states, *args, **kwargs)
@@ -180,7 +180,7 @@ def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], to
     places = torch.empty(layout.num_tokens, dtype=torch.int64)
     for group in groups:
         begun = tuple(parent for _, parent, _ in group if parent >= 0)
-        # A batch with parents is padded to two tokens: for a single token, layers would change the state in place.
+        # A batch with parents has rows of two tokens or more: for a single token layers would change states in place.
         padded, tokens = max([2 if begun else 1, *(length for _, _, length in group)]), []
         for segments, _, length in group:
             of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in segments]

@@ -20,7 +20,7 @@ from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 
 LARGEST_RANK = 512  # vLLM's limit of a LoRA's rank.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # Values of `init_lora_weights` that leave the base unchanged.
-# Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x.
+# Refused fields of peft's LoraConfig: they train or compute more than y = W x + scaling * B A x.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",
@@ -33,7 +33,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
     if patterns := _left_out(model, peft_config):
         peft_config = copy.copy(peft_config)
-        excluded = peft_config.exclude_modules or []  # peft takes a regular expression, or names.
+        excluded = peft_config.exclude_modules or []  # peft takes a regular expression or a list of names.
         names = not isinstance(excluded, str)
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in excluded] if names else [f"(?:{excluded})"]
         peft_config.exclude_modules = "|".join(patterns)
@@ -211,7 +211,6 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
 
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Compute the product A x, (..., rank), in A's dtype or autocast's."""
     if x.dtype == a.weight.dtype or autocast_dtype(x.device) is not None:
         return F.linear(x.to(a.weight.dtype), a.weight)
     return _CastProduct.apply(x, a.weight)

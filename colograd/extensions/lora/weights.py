@@ -1,4 +1,4 @@
-"""Weight sync `adapter` for LoRA: a publish writes the adapter into vLLM's LoRA slots. The first also writes the base.
+"""Weight sync `adapter`: a publish writes a LoRA adapter into vLLM's slots. The first publish also writes the base.
 
 A layer of vLLM has tensors A (slots, 1, rank, in) and B (slots, 1, out, rank) for each part of a fused layer (q, k and
 v), and adds x A^T B^T to its output. Unused elements are 0. The engine's B is the policy's B times the LoRA scaling.
@@ -65,7 +65,7 @@ class AdapterWeights(PlannedSync):
         self._has_base = False
         self._destinations = [slot.destination for slot in slots]
         prove_slots(self.slots, self.rank, engine)
-        super().__init__(policy, engine)  # Records addresses of tensors, so after `prove_slots`, which may change them.
+        super().__init__(policy, engine)  # Records tensors' addresses, which `prove_slots` may change.
         self._write_adapter()
 
     @property

@@ -75,7 +75,7 @@ class MuonSplit(AdamWSplit):
                 "the optim that the checkpoint was written with."
             )
         for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
-            if name in saved:  # Also in a float32 run after a bfloat16 run.
+            if name in saved:  # In a float32 run, `join_remainders` adds a bfloat16 run's remainder to the weight.
                 self.state[parameter][name] = saved[name].to(parameter.device, dtype)
         self._state(parameter)
 

@@ -160,7 +160,7 @@ class Quantized(ModelFeature):
                 "weights among an engine's ranks: set sharding: gradients, or load the model without quantisation."
             )
         try:
-            import bitsandbytes.functional  # noqa: F401  # The package alone may import without its library.
+            import bitsandbytes.functional  # noqa: F401  # `import bitsandbytes` may work without its native library.
         except ImportError as error:
             raise ValueError(
                 f"A quantised base needs bitsandbytes, which can't be imported ({error}): pip install bitsandbytes."

@@ -63,7 +63,7 @@ class PackedWeight:
 
     @property
     def _row_scales(self) -> torch.Tensor:
-        """An 8-bit weight's scale per row, (out,) float32. The first forward moves scales to the layer's state."""
+        """An 8-bit weight's scales, one per row, (out,) float32. A layer's first forward moves them to its `state`."""
         layer = self.layer
         largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
         return largest.detach().float() / 127
@@ -90,10 +90,10 @@ def packed_weight(module: Any) -> PackedWeight | None:
 
 
 def settle(model: Any) -> None:
-    """Turn off the options that make bitsandbytes' products differ from products with dequantised weights.
+    """Make the products of bitsandbytes' layers equal to products with the dequantised weights.
 
-    bitsandbytes repacks 4-bit weights on some CPUs, rounds the inputs of 8-bit layers, and uses wrong scales in the
-    case of `_has_broken_rows`.
+    By itself bitsandbytes repacks 4-bit weights on some CPUs, rounds the inputs of 8-bit layers, and uses wrong scales
+    if `_has_broken_rows`.
     """
     if packed_weight(model.get_output_embeddings()) is not None:
         raise ValueError(

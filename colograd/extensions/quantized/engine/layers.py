@@ -18,7 +18,7 @@ from ....engine.tensors import VLLMTensors
 from ....policy.lora import PackedWeight, base_name, packed_weights
 from ....weights.mapping import TOWER
 
-Parts = Mapping[str, Sequence[PackedWeight]]  # By a layer's name in vLLM. A fused layer (q, k and v) has several.
+Parts = Mapping[str, Sequence[PackedWeight]]  # Weights by a layer's name in vLLM. A fused layer has several (q, k, v).
 
 _parts: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number, for all engines of the process.
 _used: set[int] = set()  # Numbers of layers that have made a product.
@@ -66,7 +66,7 @@ class ServedLayers(EngineFeature):
 
     @property
     def digest(self) -> str:
-        """Hash of the layers' names and numbers, which compiled code contains."""
+        """Hash of the layers' names and numbers. Compiled code contains the numbers."""
         return hashlib.sha256(repr(self.reserved).encode()).hexdigest()
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> int:
@@ -103,11 +103,11 @@ class ServedLayers(EngineFeature):
 
         def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
             config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
-            if not found:  # At later layers vLLM's configuration may be a submodel's.
+            if not found:  # Only at the first layer: at later layers `config` may be a submodel's.
                 architecture, _ = get_model_architecture(config.model_config)
                 found.append(served._parts_of(VLLMTensors(architecture)))
                 served.reserve(found[0])
-            # Compiled code contains layer numbers, so vLLM's key of its compile cache must contain them, too.
+            # Compiled code contains layer numbers, so vLLM's key of its compile cache must depend on them.
             config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
             if (parts := found[0].get(name)) is None:
                 theirs(self, layer, *args, **kwargs)
