@@ -124,7 +124,7 @@ class ImageReader:
             placeholders = len(self._placeholders(text, special, len(pictures)))
             if not pictures:
                 return placeholders
-            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: equally many per image
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: a fixed number of image tokens
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
             # vLLM, too, calls this private method: processors have no public one that counts tokens.
@@ -162,7 +162,7 @@ class ImageReader:
     def _counted(self, rows: Dataset, rules: PromptRules) -> list[int] | None:
         lengths, size = [], ROWS_PER_THREAD * cpu_threads()
         raw = rows.with_format(None)
-        raw.info.features = _undecoded(raw.features)  # rows have images as bytes and paths, for `in_rgb`
+        raw.info.features = _undecoded(raw.features)  # so images stay bytes or paths until `in_rgb` decodes them
 
         def load(row: int) -> Row:
             example = raw[row]

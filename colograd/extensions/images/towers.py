@@ -28,7 +28,7 @@ TOWER_NAME = "colograd_flash_tower"  # with "flash" in the name transformers pas
 
 
 def see_both_ways(model_config: Any) -> str:
-    """Return which layers attend both ways among an image's tokens: `all`, `window` (sliding), or "" (none)."""
+    """Return which layers attend both ways in an image: `all`, `window` (sliding-window layers), or "" (none)."""
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
@@ -126,7 +126,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
     """Return embeddings of ``ids`` (B, L) with image features, and further arguments of the language model."""
     embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
     more: dict[str, Any] = {}
-    if getattr(decoder, "hidden_size_per_layer_input", None):  # only Gemma 4 has it
+    if getattr(decoder, "hidden_size_per_layer_input", None):  # only Gemma 4 has per-layer embeddings
         read = ids.flatten()
         for at, of in placed:  # per-layer embeddings of image tokens are the padding token's
             places = to_device_async(torch.tensor(of.places) + at, ids.device)
@@ -198,7 +198,7 @@ def _unseen_picture(config: Any) -> Images:
         inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]])}
     else:
         size = vision.image_size
-        height, width = (size, size) if isinstance(size, int) else size  # InternVL's is a pair
+        height, width = (size, size) if isinstance(size, int) else size  # InternVL's image_size is a pair
         inputs = {"pixel_values": torch.ones(1, vision.num_channels, height, width)}
     return Images("", (), (), inputs, ())
 
@@ -281,7 +281,7 @@ class ImageStep(ForwardStep):
         return rows.packed(padded_hidden_states(model, batch, ids, rows.mask, rows.chains))
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Return the attention's name. For models with images: names for the language model and the vision tower."""
+        """Return the attention's name. With images: a dict of the language model's and the tower's names."""
         if not takes_images(model.config):
             return name
         tower = name

@@ -61,7 +61,7 @@ def data_url(file: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # Optimizer step that the completion was sampled for. In an evaluation: the last step before it.
+    step: int  # Optimizer step that the completion was sampled for, or the last step before its evaluation.
     position: int  # Position of the completion's prompt in the stream of prompts.
     prompt: Any
     text: bytes  # UTF-8, because one rare character makes a Python string four times as large.

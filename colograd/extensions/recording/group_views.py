@@ -13,8 +13,8 @@ from ...data.messages import text_of
 from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
-MOST_TOKENS, LEAST_TOKENS = 4096, 256  # The report's limit of tokens per completion lies between these.
-STEP_TOKENS = 32_768  # Roughly the tokens of a step that the report shows.
+MOST_TOKENS, LEAST_TOKENS = 4096, 256  # Tokens that the report shows of a long completion: at most, at least.
+STEP_TOKENS = 32_768  # Roughly the maximum of tokens that the report shows of a step's completions.
 LEFT_OUT_IF_EMPTY = ("images", "messages", "session", "cut")
 
 
@@ -120,7 +120,7 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose groups in turn by the spread of rewards, and by the trainer's and sampler's gap in log-probabilities."""
+    """Choose groups in turn by largest spread of rewards and largest gap of sampler's and trainer's logprobs."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = []  # per group: mean of |trainer's - sampler's log-probability| over sampled tokens

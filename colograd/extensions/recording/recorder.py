@@ -51,7 +51,7 @@ class Recorder(NoRecord):
         self.lanes = Timeline()
         self._next_step = 0
         self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Untrained optimizer step -> groups sampled for it.
-        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = None  # None: `keep` does nothing.
+        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = None  # None: `keep` keeps no log-probabilities.
         self._early_logprobs: list[tuple[MicroBatch, torch.Tensor]] = []
         self._step: dict[str, float] = {}  # FLOPs and learning rate of the current step
         self._is_open = False

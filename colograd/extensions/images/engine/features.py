@@ -28,9 +28,9 @@ class ImagePrompts(EngineFeature):
         self.most, self.on_cpu, self.whole, self.processor = most, on_cpu, whole, processor
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        find_gemma3()  # before vLLM imports the model's class
+        find_gemma3()  # register Gemma 3 before vLLM imports its class
         most = {"image": self.most or arguments["max_model_len"], "video": 0, "audio": 0}  # at most one image per token
-        whole = {"disable_chunked_mm_input": True} if self.whole else {}  # vLLM sets it itself on GPUs
+        whole = {"disable_chunked_mm_input": True} if self.whole else {}  # vLLM sets this option itself only on GPUs
         return {"limit_mm_per_prompt": arguments.get("limit_mm_per_prompt", most), **whole}
 
     def while_built(self) -> contextlib.AbstractContextManager[Any]:
