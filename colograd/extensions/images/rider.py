@@ -91,7 +91,7 @@ class Images(Media):
         parts, files = (part for part in (self, *more) if isinstance(part, Images)), list[bytes]()
         for picture in [picture for part in parts for picture in part.pictures][:THUMBNAILS]:
             small, file = picture.copy(), io.BytesIO()
-            small.info.clear()  # the JPEG would copy the picture's comment, of any length
+            small.info.clear()  # without the picture's comment, which may be larger than the thumbnail
             small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
             small.convert("RGB").save(file, "JPEG", quality=70)
             if file.tell() <= THUMBNAIL_BYTES:
