@@ -90,7 +90,7 @@ class ImageReader:
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
-        """Rebuild the images of a record. A record has no pixel tensors, so the processor computes them again."""
+        """Rebuild images of a rollout record. A record has no pixel tensors, so the processor computes them again."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
@@ -103,7 +103,7 @@ class ImageReader:
         return with_images([*messages], (), where)
 
     def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
-        """Return a row's messages, with images in their image parts, and whether a column of the row had images."""
+        """Return a row's messages with the images inside, and whether column `images` or `image` has some of them."""
         of_columns = images_of(row, where)
         messages, images = with_images(row["prompt"], of_columns, where)
         waiting = iter(images)
@@ -117,31 +117,29 @@ class ImageReader:
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
-        """Count a prompt's tokens from its images' sizes. None: the processor can't count without processing."""
+        """Count a prompt's tokens from its images' sizes. Return None if the processor can't count them so."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
             placeholders = len(self._placeholders(text, special, len(pictures)))
             if not pictures:
                 return placeholders
-            if whole := getattr(
-                self.processor, "full_image_sequence", ""
-            ):  # Gemma 3: all images have equally many tokens
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: a fixed number of image tokens
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
-            # vLLM calls this private method too, because processors have no public one.
+            # vLLM, too, calls this private method: processors have no public one that counts tokens.
             if not hasattr(self.processor, "_get_num_multimodal_tokens"):
                 return None
             sizes = [(picture.height, picture.width) for picture in pictures]
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks two tokens per image.
+            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count omits tokens around images.
             return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
         """Return each row's number of prompt tokens.
 
-        Images' sizes suffice for most processors, which may need half a second to process a row. Some rows are
-        processed as a check. If one of them differs, all rows are processed.
+        Most processors can count tokens from images' sizes. To process a row's images may take half a second.
+        As a check, some rows are processed. If a processor can't count, or counts wrongly, all rows are processed.
         """
 
         def processed(row: int) -> int:
@@ -164,7 +162,7 @@ class ImageReader:
     def _counted(self, rows: Dataset, rules: PromptRules) -> list[int] | None:
         lengths, size = [], ROWS_PER_THREAD * cpu_threads()
         raw = rows.with_format(None)
-        raw.info.features = _undecoded(raw.features)  # images then come undecoded, as bytes and paths
+        raw.info.features = _undecoded(raw.features)  # so images stay bytes or paths until `in_rgb` decodes them
 
         def load(row: int) -> Row:
             example = raw[row]
@@ -189,7 +187,7 @@ class ImageReader:
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the text's token ids. Raise unless they have one image token for each of ``pictures`` images."""
+        """Return the text's token ids. Raise a ValueError unless ``pictures`` of them are image tokens."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -210,7 +208,7 @@ class ImageReader:
 
 
 def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[str, Any] | None:
-    """Return the arguments of a row's chat template, or None for plain text without images."""
+    """Return the arguments of a row's chat template, or None if its prompt is plain text without images."""
     check_prompt(example["prompt"], rules.where(row), images=True)
     arguments = rules.template_arguments(example, rules.where(row))
     return {} if arguments is None and any(example.get(name) for name in COLUMNS) else arguments
@@ -250,7 +248,7 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
-        image.load()  # raises if the file is truncated
+        image.load()  # raises if the file is incomplete
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             image = ImageOps.exif_transpose(image)
         return image if image.mode == "RGB" else image.convert("RGB")
@@ -262,7 +260,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return a conversation's messages, and its images. Parts ``{"type": "image"}`` keep the images' places."""
+    """Return a conversation's messages, and its images. In messages ``{"type": "image"}`` parts mark their places."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
@@ -299,7 +297,7 @@ def most_images(prompts: Prompts) -> int:
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt with images, for the check of packed rows at start. []: a run without images."""
+    """Return a list of one prompt with images, for the check of packed rows at start. A run without images: []."""
     if (reader := reader_of(policy)) is None:
         return []
     if most_images(prompts[0]):

@@ -1,4 +1,4 @@
-"""Models that read images: checks, processor, frozen tower, and the tower's activation memory."""
+"""Vision-language models: checks at start, the processor, and a vision tower that is frozen or trained."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Images(ModelFeature):
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
                 f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
-                "Gemma 4's, SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch "
+                "Gemma 4's, SmolVLM2's) need torchvision, SmolVLM2's also num2words: install the build that fits torch "
                 "(see docs/guide/images.md). If the folder has no processor, copy the files of the model it was "
                 "trained from."
             ) from None
         if not hasattr(found, "image_processor"):
-            raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
+            raise ValueError(f"{path!r} has a tokenizer, but no image processor: pass a processor as processing_class.")
         return found
 
     def why_rows_stay_whole(self, model: Any) -> str:
@@ -92,7 +92,7 @@ class Tower:
 
     @classmethod
     def of(cls, model: Any) -> Tower | None:
-        """Return the size of a trained tower. None means no tower, or a frozen one."""
+        """Return the size of a model's trained vision tower, or None if the tower is frozen or missing."""
         config = model.config
         if not has_tower(config) or getattr(config, "vision_config", None) is None:
             return None
@@ -100,7 +100,7 @@ class Tower:
             return None
         vision = config.vision_config
 
-        def size(*names: str) -> int:  # model families have different names for a size
+        def size(*names: str) -> int:  # a size's name differs between model families
             return next((int(found) for name in names if (found := getattr(vision, name, None))), 0)
 
         hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1

@@ -20,9 +20,9 @@ from ...riders import Media
 from ...rollout.record_file import read_table, table_bytes
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
-STAND_IN = 0  # Token id that is no model's image placeholder.
+STAND_IN = 0  # Replaces a placeholder token that has no image: a token id that is no model's placeholder.
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # Model inputs that mark which tokens are of images.
-ENVIRONMENTS = "environments"  # Column of rollouts with environments.
+ENVIRONMENTS = "environments"  # Column that only rollouts with environments have.
 THUMBNAIL_PIXELS = 64
 COMPRESSION = 1  # PNG's level 1 is three times as fast as its default, for a tenth more bytes.
 ROWS = pa.schema(
@@ -44,7 +44,7 @@ class Images(Media):
     digest: str  # Digest of the images' sizes and pixels.
     engine_ids: tuple[int, ...]  # Token ids for the engine, with one placeholder per image.
     pictures: tuple[Any, ...]  # PIL images in RGB. Empty on ranks that only train.
-    inputs: Mapping[str, torch.Tensor]  # The model's further inputs, such as pixels, in host memory.
+    inputs: Mapping[str, torch.Tensor]  # The model's inputs beside token ids, such as pixels, in host memory.
     places: tuple[int, ...]  # Indices of the image tokens among the token ids.
     placeholder: int = -1  # Id of the placeholder token.
 
@@ -69,7 +69,7 @@ class Images(Media):
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
         """Join the images of a prompt and of the tokens behind it.
 
-        In plain tokens `STAND_IN` replaces placeholders, where the engine would otherwise insert images.
+        `STAND_IN` replaces placeholders in parts without images, where the engine would otherwise insert images.
         """
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]
@@ -91,7 +91,7 @@ class Images(Media):
         parts, files = (part for part in (self, *more) if isinstance(part, Images)), list[bytes]()
         for picture in [picture for part in parts for picture in part.pictures][:THUMBNAILS]:
             small, file = picture.copy(), io.BytesIO()
-            small.info.clear()  # a comment in the file may be larger than the image
+            small.info.clear()  # without the picture's comment, which may be larger than the thumbnail
             small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
             small.convert("RGB").save(file, "JPEG", quality=70)
             if file.tell() <= THUMBNAIL_BYTES:
@@ -113,7 +113,7 @@ class Images(Media):
             for in_prompt, images in (*prompts, *((False, part) for part in rollout.all(cls))):
                 files = [io.BytesIO() for _ in images.pictures]
                 for picture, file in zip(images.pictures, files, strict=True) if images.digest not in written else ():
-                    # Without the colour profile: PIL can't open a PNG with a profile of 1 MiB.
+                    # No colour profile, because PIL can't open a PNG with a profile of more than 1 MiB.
                     picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
                 content = None if images.digest in written else [file.getvalue() for file in files]
                 written.add(images.digest)

@@ -22,26 +22,26 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
-# Attribute of FSDP models. All ranks gather the vision tower's weights, so it runs also without images.
+# Attribute of FSDP models. Their vision tower runs also without images: all ranks must gather its weights.
 IN_EACH_FORWARD = "tower_in_each_forward"
-TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call
+TOWER_NAME = "colograd_flash_tower"  # with "flash" in the name transformers passes all attention windows in one call
 
 
 def see_both_ways(model_config: Any) -> str:
-    """Return which layers attend both ways among an image's tokens: `all`, `window` (sliding-window layers), or ""."""
+    """Return which layers attend both ways in an image: `all`, `window` (sliding-window layers), or "" (none)."""
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return ids of media placeholders that transformers reads as padding. vLLM reads ids without media as tokens."""
+    """Return ids of media placeholders that transformers reads as padding. In text vLLM reads them as normal tokens."""
     kinds = ("image", "video", "audio") if getattr(model_config, "model_type", None) == "gemma4" else ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in kinds)
     return tuple(int(token) for token in found if token is not None)
 
 
 def find_processors() -> None:
-    """Register Idefics3's image processor without torchvision, which transformers wrongly requires."""
+    """Make Idefics3's PIL image processor available without torchvision, which transformers wrongly requires."""
     import transformers
 
     name = "Idefics3ImageProcessorPil"
@@ -113,7 +113,7 @@ def padded_hidden_states(
     return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
 
 
-Placed = Sequence[tuple[int, Images]]  # (index of the images' first input token, images): `places` count from there
+Placed = Sequence[tuple[int, Images]]  # (index of the token where `Images.places` count from, images)
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
@@ -126,18 +126,18 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
     """Return embeddings of ``ids`` (B, L) with image features, and further arguments of the language model."""
     embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
     more: dict[str, Any] = {}
-    if getattr(decoder, "hidden_size_per_layer_input", None):  # Gemma 4
+    if getattr(decoder, "hidden_size_per_layer_input", None):  # only Gemma 4 has per-layer embeddings
         read = ids.flatten()
         for at, of in placed:  # per-layer embeddings of image tokens are the padding token's
             places = to_device_async(torch.tensor(of.places) + at, ids.device)
             read = read.index_fill(0, places, decoder.config.pad_token_id)
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        if getattr(model, IN_EACH_FORWARD, False):  # all ranks must gather the tower's weights
+        if getattr(model, IN_EACH_FORWARD, False):  # FSDP: all ranks must gather the tower's weights
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more
-    times: dict[Images, list[torch.Tensor]] = {}  # images -> their tokens' indices, for each use of the images
+    times: dict[Images, list[torch.Tensor]] = {}  # images -> per occurrence, their tokens' indices in ``ids``
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
     features, deeper = _features(model, [*times])
@@ -178,7 +178,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _unseen_picture(config: Any) -> Images:
-    """Make inputs of a small white image. Some towers read black as padding."""
+    """Make a vision tower's inputs for a small white image. Some towers read black as padding."""
     vision = config.vision_config
     if hasattr(vision, "pooling_kernel_size"):
         axis = torch.arange(vision.pooling_kernel_size)
@@ -198,7 +198,7 @@ def _unseen_picture(config: Any) -> Images:
         inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]])}
     else:
         size = vision.image_size
-        height, width = (size, size) if isinstance(size, int) else size  # InternVL: a pair
+        height, width = (size, size) if isinstance(size, int) else size  # InternVL's image_size is a pair
         inputs = {"pixel_values": torch.ones(1, vision.num_channels, height, width)}
     return Images("", (), (), inputs, ())
 
@@ -221,7 +221,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Concatenate one model input of several prompts, padded to one size. ``tiled`` inputs are (1, tiles, ...)."""
+    """Concatenate an image input, such as pixels, padded to one size. ``tiled`` inputs are (1, tiles, ...)."""
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad
@@ -255,7 +255,7 @@ def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
 
 
 def _kinds(placed: Placed, length: int) -> torch.Tensor:
-    """Return a mask (1, L) of the image tokens."""
+    """Return a mask (1, L) that is true for image tokens."""
     kinds = torch.zeros(1, length, dtype=torch.bool)
     for at, of in placed:
         kinds[0, torch.tensor(of.places) + at] = True
@@ -281,12 +281,12 @@ class ImageStep(ForwardStep):
         return rows.packed(padded_hidden_states(model, batch, ids, rows.mask, rows.chains))
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Return the attention for the language model, and for the vision tower if the model has one."""
+        """Return the attention's name. With images: a dict of the language model's and the tower's names."""
         if not takes_images(model.config):
             return name
         tower = name
         if name not in ("eager", "sdpa"):
-            # With attention windows (`cu_seqlens`) transformers would wait in each layer for lengths from the GPU.
+            # With windows (`cu_seqlens`) transformers' sdpa would wait in each layer for their lengths from the GPU.
             layers = tower_layers(model)
             windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
             tower = TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
@@ -304,7 +304,7 @@ class ImageStep(ForwardStep):
         }
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether transformers would read a token as an image or as padding, though it has no image."""
+        """Return whether transformers would read a token without an image as an image or as padding."""
         if hidden := hidden_tokens(model.config):
             places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
             places |= {place for image in part.images for place in image.places}
@@ -326,7 +326,7 @@ def tower_attention(
     attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | torch.Tensor | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute attention (1, T, H, D) within windows. ``cu_seq_lens_q``: the windows' borders, from 0."""
+    """Return attention inside each window, (1, T, H, D). ``cu_seq_lens_q``: the windows' borders, from 0 to T."""
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     for name in ("cu_seq_lens_k", "max_length_k"):
         options.pop(name, None)

@@ -1,4 +1,4 @@
-"""The record of a run for people: its report's events and alarms, completions log, tracker charts, model card."""
+"""Records of a run: events and alarms for its report, log of completions, data for trackers, and model card."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "completion_log": "completion_log:log_of",

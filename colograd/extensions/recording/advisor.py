@@ -38,7 +38,7 @@ class History:
     first: list[Mapping[str, float]] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    # Step -> (sequences that the engine preempted, whether many sequences waited for room in a full KV cache).
+    # Step -> (sequences that the engine preempted, whether most sequences waited because the KV cache was full).
     rollouts: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class History:
     def recently(self, name: str) -> float:
         """Return a metric's mean over the last `WINDOW` logged steps.
 
-        With fewer than `LEAST` values it is NaN, and comparisons such as `>=` are false.
+        With fewer than `LEAST` values the mean is NaN, so that comparisons such as `>=` are false.
         """
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
@@ -78,7 +78,7 @@ class History:
     def is_solved(self) -> bool:
         """Whether the mean reward has risen, and is near or above the setting `pass_threshold_eval`.
 
-        Rules then accept low entropy and equal rewards.
+        If so, rules raise no alarms about low entropy, equal rewards or equal completions.
         """
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
         passes = _is_number(wanted) and now >= wanted - 0.1 * abs(wanted)
@@ -100,9 +100,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def no_reward_difference(history: History) -> Finding | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
-    if (
-        not share >= 0.7 or history.is_solved or history.last("teacher_kl")
-    ):  # a teacher trains also without reward differences
+    if not share >= 0.7 or history.is_solved or history.last("teacher_kl"):  # a teacher needs no reward differences
         return None
     shown = "" if math.isnan(reward) else f", at a mean reward of {reward:.3g}"
     return Finding(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
@@ -165,7 +163,7 @@ def reward_hacked(history: History) -> Finding | None:
 def all_truncated(history: History) -> Finding | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
-    if not share >= 0.7 or longest == 1:  # with a limit of one token all completions are truncated
+    if not share >= 0.7 or longest == 1:  # all completions reach a limit of one token
         return None
     return Finding(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
@@ -210,10 +208,10 @@ def gradient_spike(history: History) -> Finding | None:
 def sampler_trainer_gap(history: History) -> Finding | None:
     name = "sampling/sampling_logp_difference/mean"
     if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
-        return None  # settings such as top_p change the sampler's probabilities, so a difference is expected
+        return None  # settings such as top_p make the sampler's probabilities differ from the trainer's
     before, now = history.at_first(name), history.recently(name)
     share, old = (history.recently(f"carry_over/{old}") for old in ("old_tokens_share", "old_logp_difference"))
-    if not math.isnan(share * old):  # leave out tokens of older weights, which rule `stale_tokens` judges
+    if not math.isnan(share * old):  # without tokens of older weights, which `stale_tokens` judges
         now = max(now - share * old, 0.0) / max(1 - share, 0.1)
     grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
     if not now > 0.1 and not grown:
@@ -278,10 +276,10 @@ RULES: dict[str, Callable[[History], Finding | None]] = {name: globals()[name.re
 class Advisor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
-        self._last_finding: dict[str, int] = {}  # rule with a present alarm -> last step of its problem
+        self._last_finding: dict[str, int] = {}  # rule whose alarm lasts -> latest step known with its problem
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Read a run's events up to step ``last``, so that the resumed run doesn't repeat present alarms."""
+        """Read a run's events up to step ``last``, so that the resumed run doesn't repeat alarms that last."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -296,7 +294,7 @@ class Advisor:
                 self._last_finding.pop(str(name), None)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
-        """Add a step's metrics. Return the new alarms, and the names of rules with ended alarms."""
+        """Add a step's metrics. Return the new alarms, and the names of rules whose alarm ended."""
         self.history.add(step, metrics)
         begin, end = [], []
         for name, find in RULES.items():
@@ -315,7 +313,7 @@ class Advisor:
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """Write a setting's value behind its first mention in a remedy, unless the value is a list or a dict."""
+    """Write each setting's value behind its first mention in a remedy, unless the value is a list or a dict."""
     for name in dict.fromkeys(re.findall(r"`(\w+)`", remedy)):
         value = settings.get(name, [])
         if not isinstance(value, dict | list):

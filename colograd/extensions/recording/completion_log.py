@@ -18,7 +18,7 @@ from .completions import FOLDER, IMAGES, TEXT, CompletionRow, chosen_rows, colum
 from .group_views import as_utf8, completion_rows
 from .trackers import Spare, Trackers
 
-UPLOAD_MINUTES = 2  # time between uploads to the Hub, as in TRL
+UPLOAD_MINUTES = 2  # minutes between uploads to the Hub, as in TRL
 PROBLEM = "log_completions: some completions can't be logged"
 
 
@@ -63,7 +63,7 @@ class CompletionLog:
                 write_log(str(config.output_dir), rows, self.names, step, images=self.images)
                 if (step - 1) % every == 0:
                     self._show(rows, f"Step {step}", "completions", self.names)
-        self._texts.clear()  # also deletes texts of groups that no step trains
+        self._texts.clear()  # also deletes texts of groups that no step logs
 
     def add_evaluation(
         self,

@@ -1,4 +1,4 @@
-"""Completion files with TRL's names and columns, and their printed table. This module imports no torch."""
+"""Files of logged completions, in TRL's format with more columns, and a printed table. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ NAMES_KEY = b"colograd.reward_names"
 EXTRA_KEY = b"colograd.extra_names"
 IMAGES_KEY = b"colograd.images"
 IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-# File metadata that tell `datasets` and the Hub's viewer that the column has images.
+# File metadata that tell `datasets` and the Hub's viewer that column `IMAGES` has images.
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
-ROWS = 256  # Rows per write to a file.
-PACKING = 4096  # In memory, rows may take at most so many times their file's size, plus 64 MiB.
+ROWS = 256  # Rows per write to a file, and per read.
+PACKING = 4096  # In memory, a file's rows may take this many times the file's size, plus 64 MiB.
 ROW_OBJECT_BYTES = 2048
 HEADER_LIST = 100_000
 DEFAULT_WIDTH = 120
@@ -61,14 +61,14 @@ def data_url(file: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # Optimizer step that trains the completion. In an evaluation: the last step before the evaluation.
-    position: int  # Position of the completion's prompt in the run's stream of prompts.
+    step: int  # Optimizer step that the completion was sampled for, or the last step before its evaluation.
+    position: int  # Position of the completion's prompt in the stream of prompts.
     prompt: Any
     text: bytes  # UTF-8, because one rare character makes a Python string four times as large.
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
-    rewards: tuple[float, ...]  # One per reward function. NaN: the function abstained.
+    rewards: tuple[float, ...]  # One reward per function. NaN: the function abstained.
     advantage: float  # If each token has its own advantage, their mean. NaN in an evaluation.
     extra: dict[str, Any] = field(default_factory=dict)
     thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images.
@@ -86,7 +86,7 @@ def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
 def column_names(
     reward_names: Sequence[str], extra: Sequence[str], images: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return the columns of rewards, and of extra values that rewards logged. Names of other columns get a prefix."""
+    """Return the column names of rewards, and of extra values that rewards logged. Taken names get a prefix."""
     taken = (*FIXED, IMAGES, SIZES) if images else FIXED
     rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
     return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]
@@ -106,7 +106,7 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: 
 
 
 def _storable(values: list[Any], text: Callable[[Any], str] = str) -> list[Any]:
-    """Return the values, or their texts if one Parquet column can't hold the values."""
+    """Return the values, or each value's text if one Parquet column can't hold all values."""
     try:
         values = [clean(value) for value in values]
         pq.write_table(pa.table({"values": values}), pa.BufferOutputStream())
@@ -137,9 +137,7 @@ def write_log(
     schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE)) if images else table.schema
     try:
         with pq.ParquetWriter(aside, schema, write_page_checksum=True) as file:
-            for first in range(
-                0, max(len(rows), 1), ROWS
-            ):  # few rows at a time, because Arrow repeats equal thumbnails in memory
+            for first in range(0, max(len(rows), 1), ROWS):  # Arrow repeats equal thumbnails, so few rows at a time
                 part = table.slice(first, ROWS)
                 if images:
                     chosen = rows[first : first + ROWS]
@@ -165,7 +163,7 @@ class CompletionFile:
         self._most_bytes = min(PACKING * size + 2**26, psutil.virtual_memory().available // 2)
 
     def rows(self, pictures: bool) -> Iterator[tuple[dict[str, Any], list[Any], dict[str, Any]]]:
-        """Yield each row as a dict by column, with its rewards, and with extra values that rewards logged."""
+        """Yield for each row: a dict by column, its list of rewards, and a dict of extra values that rewards logged."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
@@ -275,7 +273,7 @@ def print_table(
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
-    """Return at most ``limit`` rows in their order. Each group's first completion is chosen before any second one."""
+    """Choose at most ``limit`` rows: each prompt's first before any second. ``unique_prompts``: no second ones."""
     counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
     by_turn = sorted((next(counters[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...rollout.record_file import Record, RecordFile
 
-FOLDER = "_report"  # transformers doesn't push names that begin with _ to the Hub
+FOLDER = "_report"  # transformers pushes no folder whose name begins with _ to the Hub
 EVENTS = "events.jsonl"
 SAMPLES = "samples.records"
 BINS = 20
@@ -39,7 +39,7 @@ class EventLog:
                 self._events = open(self.folder / EVENTS, "ab", buffering=0)  # noqa: SIM115 - until `close`
                 if self._events.tell():
                     self._events.write(b"\n")  # A killed run may have left an incomplete line.
-            if self._events.write(line) != len(line):  # A full disk takes only a part of the line.
+            if self._events.write(line) != len(line):  # A full disk may take only a part of the line.
                 raise OSError("the disk has no room for a whole line")
 
     def samples(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
@@ -95,7 +95,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return a run's events in order. If it was resumed at a step, older events of later steps are left out."""
+    """Return a run's events in order. If it was resumed at step n, earlier events of steps after n are left out."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
         for line in file:
@@ -114,7 +114,7 @@ def prompt_beginning(prompt: Any) -> str:
 
 
 def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
-    """Return a text prompt, or the text of the last user message. Images appear as "[image 32x32]"."""
+    """Return a text prompt, or the text of a prompt's last user message. Images appear as "[image 32x32]"."""
     if not isinstance(prompt, list):
         return str(prompt)
     messages = [message for message in prompt if isinstance(message, dict)] or [{}]
@@ -123,8 +123,8 @@ def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
     contents = [message.get("content") for message in messages]
     parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
     if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
-        # TRL's rule: without image parts, the images come before the first user message's text. This text is returned
-        # only if no other user message follows.
+        # TRL's rule: in prompts without image parts, images come before the first user message's text. This function
+        # returns that text only if no other user message follows.
         before = "".join(marks)
     texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
     return before + texts[users[-1] if users else -1]

@@ -1,4 +1,4 @@
-"""From scored groups (prompts' completions with rewards): rows of the completions log, and the report's tokens."""
+"""Converts scored groups (prompts' completions with rewards) into rows of the completions log, and for the report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...data.messages import text_of
 from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
-MOST_TOKENS, LEAST_TOKENS = 4096, 256  # Bounds of a completion's tokens in the report.
-STEP_TOKENS = 32_768  # Tokens of a step in the report, roughly.
+MOST_TOKENS, LEAST_TOKENS = 4096, 256  # Tokens that the report shows of a long completion: at most, at least.
+STEP_TOKENS = 32_768  # Roughly the maximum of tokens that the report shows of a step's completions.
 LEFT_OUT_IF_EMPTY = ("images", "messages", "session", "cut")
 
 
@@ -24,7 +24,7 @@ def _prompt(group: Group) -> Any:
 
 
 def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
-    """Return each completion's advantage: a scalar, or [C] with one per token."""
+    """Return each completion's advantage: a scalar, or [C] with one value per token."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     per_token = len(scored.advantages) != len(lengths)
     return list(scored.advantages.split(lengths) if per_token else scored.advantages)
@@ -53,7 +53,7 @@ def completion_rows(
 
 
 class TokenTexts:
-    """Maps each token id to a text. The bytes of an incomplete character become "\ufffd"."""
+    """Map from token ids to texts. The bytes of an incomplete character become "\ufffd"."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -120,7 +120,7 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose groups in turn by the widest spread of rewards, and by the largest gap of trainer and sampler."""
+    """Choose groups in turn by largest spread of rewards and largest gap of sampler's and trainer's logprobs."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = []  # per group: mean of |trainer's - sampler's log-probability| over sampled tokens

@@ -1,4 +1,4 @@
-"""Record of a run for its report, and data for trackers. Only the main process writes."""
+"""Recorder of a run's data for its report and for trackers. Only the main process writes."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class Recorder(NoRecord):
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
         self._next_step = 0
-        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Optimizer step -> groups not yet trained.
-        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = None  # None: none are kept.
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Untrained optimizer step -> groups sampled for it.
+        self._logprobs: list[tuple[MicroBatch, torch.Tensor]] | None = None  # None: `keep` keeps no log-probabilities.
         self._early_logprobs: list[tuple[MicroBatch, torch.Tensor]] = []
-        self._step: dict[str, float] = {}  # FLOPs and learning rate of the present step
+        self._step: dict[str, float] = {}  # FLOPs and learning rate of the current step
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
         self._token_texts: TokenTexts
         self._advisor = Advisor({})
-        self._printed: set[str] = set()  # rules with a printed alarm
+        self._printed: set[str] = set()  # rules whose alarm was printed
         self._recorded_prompts: set[str] = set()
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Timeline of one rank's sampling, for the report. Long timelines are thinned out to keep the event small."""
+"""Timeline of one rank's sampling, for the report. Long timelines are thinned out to keep the report small."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_CALLS = 64
 
 
 class Timeline:
-    """One round of sampling. Times are seconds since `begin`."""
+    """Timeline of one round of sampling. Times are seconds since `begin`."""
 
     def __init__(self) -> None:
         self.begin()
@@ -31,9 +31,9 @@ class Timeline:
             self._looks.append((time.perf_counter() - self._began, load))
 
     def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
-        """Record a call of a reward or a tool, or training during the sampling. Any thread may call.
+        """Record a call of a reward or a tool, or training before all is sampled. Any thread may call this method.
 
-        ``count`` is a number of completions for rewards, and of tokens for training.
+        ``count``: number of completions that the reward judged, or of tokens trained.
         """
         if self._sampling or kind == "trained":
             self._calls[kind].append((name, started - self._began, ended - self._began, count))
@@ -46,7 +46,7 @@ class Timeline:
         self._until = round(time.perf_counter() - self._began, 3)
 
     def take(self) -> dict[str, Any] | None:
-        """Return the round's event, or None if this rank hasn't sampled since the last call."""
+        """Return the round's event, or None if this rank hasn't sampled since the last `take`."""
         ended, self._ended = self._ended, None
         if ended is None:
             return None

@@ -60,7 +60,7 @@ class Trackers:
     def flush(self) -> None:
         def send(name: str, trackio: Any) -> None:
             data, self._for_trackio = self._for_trackio, {}
-            following = getattr(_current_run(trackio), "_next_step", None)  # a private attribute of trackio's run
+            following = getattr(_current_run(trackio), "_next_step", None)  # private: the step of trackio's next log
             trackio.log(data, step=None if following is None else max(following - 1, 0))
 
         if self._for_trackio:

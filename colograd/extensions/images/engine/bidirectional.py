@@ -1,6 +1,6 @@
-"""Bidirectional attention among an image's tokens in vLLM on a CPU, which computes them causally.
+"""Attention in both directions among an image's tokens, for vLLM on CPUs, whose own attention is causal.
 
-Here image tokens are computed again, as separate requests that end with the image and have no causal mask.
+Image tokens are computed a second time: each image is a request that ends with the image and has no causal mask.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..towers import see_both_ways
 
 @dataclasses.dataclass
 class Pictures:
-    """An engine step's image tokens, arranged as requests without a causal mask."""
+    """An engine step's image tokens, and metadata for attention in which each image is a request."""
 
-    tokens: torch.Tensor  # [n], indices of image tokens in the step
+    tokens: torch.Tensor  # [n], indices of the image tokens among the step's tokens
     metadata: cpu_attn.CPUAttentionMetadata
     only_in_window: bool
 
 
 class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
-    """Adds the attribute ``pictures``, which is None for a step without images."""
+    """Builder of vLLM's attention metadata with an attribute ``pictures``: None for a step without image tokens."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata, step = super().build(common_prefix_len, common_attn_metadata, fast_build), common_attn_metadata
@@ -35,7 +35,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         starts, ends = step.query_start_loc_cpu.tolist(), step.seq_lens.tolist()
         tokens, rows, counts, seen = list[int](), list[int](), list[int](), list[int]()
         for row, ranges in (step.mm_req_doc_ranges or {}).items():
-            computed = ends[row] - (starts[row + 1] - starts[row])  # number of tokens before this step
+            computed = ends[row] - (starts[row + 1] - starts[row])  # number of the request's tokens from earlier steps
             for first, last in ranges:
                 begin, end = max(first, computed), min(last + 1, ends[row])
                 if begin < end:
@@ -65,7 +65,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
 
 
 class Attention(cpu_attn.CPUAttentionBackendImpl):
-    """Computes image tokens again, after vLLM's causal attention."""
+    """vLLM's attention on CPUs. Layers that attend both ways compute image tokens a second time."""
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *more: Any,

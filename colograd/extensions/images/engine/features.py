@@ -1,4 +1,4 @@
-"""Images in vLLM. A prompt has one placeholder token per image, which vLLM's processor replaces by image tokens."""
+"""Prompts with images for vLLM. vLLM's processor replaces an image's only placeholder token by image tokens."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..towers import see_both_ways
 
 
 class ImagePrompts(EngineFeature):
-    """Engine feature for at most ``most`` images per request. With ``whole`` no engine step may split an image."""
+    """Images in requests, at most ``most`` (0: any number). With ``whole`` no engine step may split an image."""
 
     def __init__(self, most: int, on_cpu: bool, whole: bool, processor: Any) -> None:
         self.most, self.on_cpu, self.whole, self.processor = most, on_cpu, whole, processor
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        find_gemma3()  # vLLM loads a model's class before it builds an engine
-        most = {"image": self.most or arguments["max_model_len"], "video": 0, "audio": 0}  # an image needs a token
-        whole = {"disable_chunked_mm_input": True} if self.whole else {}  # on GPUs vLLM sets this itself
+        find_gemma3()  # register Gemma 3 before vLLM imports its class
+        most = {"image": self.most or arguments["max_model_len"], "video": 0, "audio": 0}  # at most one image per token
+        whole = {"disable_chunked_mm_input": True} if self.whole else {}  # vLLM sets this option itself only on GPUs
         return {"limit_mm_per_prompt": arguments.get("limit_mm_per_prompt", most), **whole}
 
     def while_built(self) -> contextlib.AbstractContextManager[Any]:
@@ -69,7 +69,7 @@ class ImagePrompts(EngineFeature):
             self.forget()
 
     def forget(self) -> None:
-        """Drop image features of old weights. Processed pixels stay cached."""
+        """Drop vLLM's cached image features, which depend on the weights. Processed pixels stay cached."""
         self.core.reset_encoder_cache()
 
 
@@ -91,7 +91,7 @@ def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
 
 
 def find_gemma3() -> None:
-    """Register vLLM's Gemma 3 if torchvision isn't installed. vLLM's module needs torchvision for annotations only."""
+    """Register vLLM's Gemma 3 if torchvision is missing. vLLM's module needs torchvision only for type annotations."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models import ModelRegistry
@@ -105,12 +105,12 @@ def find_gemma3() -> None:
         found = importlib.import_module("vllm.model_executor.models.gemma3_mm")
     finally:
         del sys.modules[named.__name__]
-    # vLLM inspects unregistered classes in a subprocess, where the import would fail.
+    # Otherwise vLLM would import the class in a subprocess, where the import fails.
     ModelRegistry.register_model(architecture, getattr(found, architecture))
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """Return a prompt for vLLM, with the placeholders that the model or a tool wrote in place of `STAND_IN`."""
+    """Return a prompt for vLLM. Placeholder tokens without an image, which `STAND_IN` had replaced, are put back."""
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
@@ -143,7 +143,7 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
 def _check_same_processor(model_config: Any, processor: Any) -> None:
     from vllm.transformers_utils.processor import cached_processor_from_config
 
-    # Without the class vLLM uses its own for some models, such as InternVL.
+    # Without `processor_cls` vLLM would load its own processor class for some models, such as InternVL.
     theirs = cached_processor_from_config(model_config, processor_cls=type(processor)).image_processor.to_dict()
     ours = processor.image_processor.to_dict()
     for name in sorted(theirs.keys() | ours.keys()):
@@ -162,14 +162,14 @@ def _check_same_processor(model_config: Any, processor: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a setting into dicts and lists, so that settings of different classes compare."""
+    """Convert a processor's setting into dicts and lists, so that equal settings of different classes are equal."""
     if hasattr(value, "items"):
         return {key: _plain(of) for key, of in value.items() if of is not None}
     return [*value] if isinstance(value, tuple) else value
 
 
 def whole_of_known_features() -> None:
-    """Patch vLLM's scheduler, which would split an image with cached features over two steps."""
+    """Patch vLLM's scheduler: despite disable_chunked_mm_input it splits images whose features are cached."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
@@ -192,7 +192,7 @@ def whole_of_known_features() -> None:
 
 
 def up_to_a_picture(pictures: Iterable[tuple[int, int]], computed: int, count: int) -> int:
-    """Return ``count``, or fewer tokens so that no image is split. ``pictures`` has [first, end) of each image."""
+    """Reduce a step's ``count`` of tokens so that the step splits no image. ``pictures``: [first, end) per image."""
     for first, end in pictures:
         if first < computed + count < end:
             return max(0, first - computed)
