@@ -144,7 +144,7 @@ class GradientsOnHost(PartsOnHost, SharedGradients):
         reserve((bucket.part * bucket.gradient_dtype.itemsize for bucket in self.buckets), self.sums.device)
 
 
-# By `sharding`. FSDP isn't here: it has `fsdp_offload_params` instead.
+# Strategies, by the setting `sharding`. FSDP has the setting `fsdp_offload_params` instead.
 ON_HOST: dict[str, type[ShardingStrategy]]
 ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": GradientsOnHost}
 
