@@ -95,7 +95,7 @@ class RankGroup:
     place: int  # Index of this rank in `ranks`.
     group: Any
     on_host: Any = None  # Gloo process group of `ranks`, which `meets` and `gather` use.
-    # Number of all-reduces and all-to-alls with `group` so far, which `meets` compares.
+    # Number of all-reduces and all-to-alls so far, which `meets` compares. Groups may share this list.
     exchanged: list[int] = field(default_factory=lambda: [0], compare=False)
 
     def __deepcopy__(self, memo: Any) -> RankGroup:

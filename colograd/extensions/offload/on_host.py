@@ -95,7 +95,7 @@ class WholeOnHost(AddedInBackward, WholeCopies):
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
-    """Keeps on the host, per bucket, this rank's part of the gradients summed over all ranks."""
+    """Strategies that keep on the host, per bucket, this rank's part of the gradients summed over all ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
