@@ -31,9 +31,9 @@ STATE = (
     "lengths_*.json", "in_flight_*.records", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
 )  # fmt: skip
 
-# Transformers doesn't push folders with a leading underscore to the Hub.
+# `_earlier` has an underscore so that transformers doesn't push this folder to the Hub.
 EARLIER = "_earlier"
-# A run's files. recipe.yaml isn't listed: it may be the user's, and `_journal` has a copy.
+# A run's files that `set_aside` moves. recipe.yaml stays: it may be the user's file, and `_journal` has a copy.
 RECORDS = ("_journal", "_report", "completions", "report.html", "README.md", "reward.png", "trainer_state.json")
 CHECKPOINTS = ("checkpoint-*", "refused-checkpoint-*")
 OF_MODEL = (
@@ -55,7 +55,7 @@ def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -
     old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)  # if the process dies here, `sweep` undoes this, unless `keeps_old`
+        os.rename(final, old)  # `sweep` undoes this rename if the process dies here, except with `keeps_old`
     os.rename(aside, final)
     flush(final.parent)
     if not keeps_old:
@@ -134,7 +134,7 @@ def check(folder: str | Path) -> bool:
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return setting -> (value in the checkpoint, present value) for each setting that differs."""
     path = Path(checkpoint) / SETTINGS
-    if not path.is_file():  # an older version wrote the checkpoint
+    if not path.is_file():  # older versions saved no settings
         return {}
     with reading(checkpoint, SETTINGS):
         saved = dict(json.loads(path.read_text()))
@@ -159,7 +159,7 @@ def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
 def open_to_readers(folder: str | Path) -> None:
     """Give a folder's safetensors files the default permissions. `save_file` lets only the owner read a file."""
     probe = Path(folder, f".mode-{os.getpid()}")
-    probe.touch()  # a process can read its umask only by changing it, which affects all threads
+    probe.touch()  # a new file has the default permissions; `os.umask` would change them for all threads
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(probe.stat().st_mode)
     probe.unlink()
@@ -174,9 +174,9 @@ def flush(path: Path) -> None:
 
 
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
-    """Move an earlier run's files to the folder `_earlier`, and return the new place. None: there is no earlier run.
+    """Move an earlier run's files to a new folder in `_earlier`, and return it. None: there is no earlier run.
 
-    ``model``, if a folder, stays, because the new run starts from this model."""
+    If ``model`` is a folder, it stays in its place, because the new run starts from this model."""
     folder = Path(run_dir)
     if not any([*folder.glob(sign)] for sign in SIGNS):
         return None
@@ -199,7 +199,7 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
 
 
 def check_file_system(run_dir: str | Path) -> None:
-    """Raise a ValueError unless folders can be renamed and files changed, which mounted buckets often can't do."""
+    """Raise a ValueError if ``run_dir`` can't rename folders or change files, e.g. in a mounted bucket."""
     trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
     renamed = trial.with_name(f"{trial.name}-renamed")
     need = "folders can't be made or renamed"

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     checksum: str  # checksum (128-bit XXH3) in hexadecimal
 
 
-Manifest = Mapping[str, Entry]  # by path in the checkpoint, with slashes
+Manifest = Mapping[str, Entry]  # files' entries, by path in the checkpoint (with slashes)
 
 
 def entry_of(path: Path) -> Entry:

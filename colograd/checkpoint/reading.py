@@ -1,7 +1,7 @@
 """Validate a checkpoint's files before they are loaded.
 
 Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files of `torch.save` are
-unpickled, with ``weights_only``. Their sizes are checked first, because a small file could fill the memory."""
+unpickled, with ``weights_only``. The sizes they claim are checked first: a small file could fill memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
     """Turn an error of the body into a ValueError that names the file ``what`` and the checkpoint.
 
-    A ValueError, OSError, OutOfMemoryError or `RankError` stays."""
+    A plain ValueError (no subclass), an OSError, an OutOfMemoryError and a `RankError` stay unchanged."""
     try:
         yield
     except Exception as error:

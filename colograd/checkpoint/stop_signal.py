@@ -24,7 +24,7 @@ REPEATED = 2.0  # Seconds after the first signal until a further signal counts, 
 RESERVE = 10.0  # Seconds reserved for the last checkpoint, see `schedule`.
 MARGIN = 2.0  # Seconds from the process's end by force to the deadline, see `schedule`.
 TORCHRUN_GRACE = 30.0  # torchrun's default seconds between SIGTERM and SIGKILL of a rank.
-TERMINATED = 143  # 128 + SIGTERM
+TERMINATED = 143  # exit status of a process that SIGTERM ended: 128 + the signal's number
 # Environment variables of schedulers that would count a stopped job with exit status 0 as finished.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
 
@@ -38,8 +38,8 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must have ended. None: no known limit. ``now`` is in seconds since 1970.
 
-    The limits are ``stop_within``, Slurm's end time of the job, and torchrun's seconds between SIGTERM and SIGKILL.
-    Slurm and Kubernetes don't show these seconds to a job, and torchrun doesn't show ``--shutdown-timeout``."""
+    The limits are Slurm's end time of the job, and ``stop_within``, or without it torchrun's seconds from SIGTERM to
+    SIGKILL. A job can't read these seconds of Slurm or Kubernetes, nor torchrun's ``--shutdown-timeout``."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() and float(end) > now else []
     if stop_within is not None:
@@ -103,7 +103,7 @@ class StopSignal:
         return stop
 
     def install(self) -> None:
-        """Install handlers of the signals. Do nothing in other threads: only the main thread can install handlers."""
+        """Install handlers of the signals, but only in the main thread, because Python lets no other thread do this."""
         if threading.current_thread() is not threading.main_thread() or self in _installed:
             self.received = ""
             return
@@ -163,7 +163,7 @@ class StopSignal:
         if now + seconds < self._end_at:
             cut, end = schedule(seconds, self.save_seconds)
             if not self.has_deadline:
-                atexit.register(self.end_process)  # runs before exit functions that are registered already
+                atexit.register(self.end_process)  # `end_process` skips exit functions registered before it
             self._end_at = now + end
             for delay, action in ((cut, lambda: setattr(self, "is_cut", True)), (end, self._end)):
                 self._timers.append(timer := threading.Timer(delay, action))
@@ -189,7 +189,7 @@ class StopSignal:
 
 
 _installed: list[StopSignal] = []
-# Socket that gets each signal's number from Python's C handler, and the wakeup descriptor before it.
+# Socket that gets each signal's number from Python's C handler, and the wakeup descriptor set before.
 _wakeup: list[Any] = []
 
 
@@ -204,7 +204,7 @@ def _watch(numbers: socket.socket) -> None:
 def _notice(number: int, frame: FrameType | None) -> None:
     if (stop := _last_of(number)) is None:
         return
-    if number == signal.SIGINT and stop._noticed:  # not `received`, which another rank's signal may have set
+    if number == signal.SIGINT and stop._noticed:  # not `received`, because another rank's signal may have set it
         stop.remove()
         raise KeyboardInterrupt
     stop._noticed = True

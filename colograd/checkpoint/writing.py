@@ -33,8 +33,8 @@ from ..runtime.page_locked import host_pages
 from . import folders, manifest
 from .manifest import CHUNK, Entry
 
-ALONE = 5.0  # Seconds that a rank waits for other ranks' reports while an error ends it.
-LONGEST = 900.0  # Maximum seconds that the end of a run waits for a checkpoint.
+ALONE = 5.0  # Seconds that a rank still waits for other ranks' reports when an error ends this rank.
+LONGEST = 900.0  # Maximum seconds to wait for the end of a save, e.g. at the end of a run.
 EVERY = 30.0  # Seconds between two messages that a checkpoint is still being written.
 POLL = 0.05  # Seconds between two checks whether another rank's report is in the store.
 SPARE = 0.8  # Maximum fraction of the free host memory that new copies of tensors may take.
@@ -90,7 +90,7 @@ class HostFiles:
         self._queued = False
 
     def put(self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Any = None) -> None:
-        """Copy tensors into an image of a safetensors file in host memory, which `take` returns for ``path``."""
+        """Copy tensors into an image of the safetensors file ``path``, in host memory. `take` returns the image."""
         path = Path(path)
         layout: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         # Tensors with the largest elements first, so that each offset is a multiple of the tensor's element size.
@@ -112,7 +112,7 @@ class HostFiles:
     def places(self, name: str) -> Mapping[str, torch.Tensor]:
         """Return views of the tensors in the image of file ``name``, by tensor name. {} if there is no image yet.
 
-        `put` copies no tensor that is such a view."""
+        `put` doesn't copy a tensor that is such a view already."""
         return self.kept[name].tensors if name in self.kept else {}
 
     @property
@@ -122,7 +122,7 @@ class HostFiles:
 
 @contextlib.contextmanager
 def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Make `save_pretrained` write files on every rank that passes `is_main_process`. Each node may need its own files.
+    """Make `save_pretrained` write files on each rank that calls it with `is_main_process`, e.g. one rank per node.
 
     ``write`` replaces transformers' function that writes a safetensors file."""
     original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack this function
@@ -215,7 +215,7 @@ class Writer:
             say(f"checkpoints: {save.final.name} is still being written, after {save.seconds:.0f} s: waiting for it")
 
     def finish_alone(self) -> bool:
-        """Wait until this rank's save ends, although other ranks may have died. Return False if that takes too long."""
+        """Wait until this rank's save ends. Other ranks may have died. Return False if the save takes too long."""
         if self.present is None:
             return True
         self._deadline = time.monotonic() + ALONE

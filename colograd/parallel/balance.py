@@ -15,7 +15,7 @@ from ..runtime.sizes import size_of
 from .ranks import deliver, gather, rank
 
 Place = tuple[int, int]  # (rank that sampled a group, the group's index among that rank's groups)
-MIN_GAIN = 0.1  # Fraction of the slowest team's cost that `plan` must save. Else `share_out` stays.
+MIN_GAIN = 0.1  # Fraction of the slowest team's cost that `plan` must save, or groups stay as in `share_out`.
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:

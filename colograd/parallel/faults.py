@@ -28,8 +28,8 @@ from . import watchdog
 from .ranks import RankError, part, rank, time_limit, world_size
 
 GRACE = 10.0  # Seconds until a rank that waits for a failed rank is ended by force.
-GRACE_OF_HANGING = 5.0  # Like GRACE, if the failed rank hung. Less, because the other ranks have waited already.
-DELIVERY = 0.5  # Seconds from a hanging rank's message that reports its failure to the end of its process.
+GRACE_OF_HANGING = 5.0  # Seconds as in GRACE, but after a rank hung: fewer, because other ranks have waited already.
+DELIVERY = 0.5  # Seconds from a hanging rank's report of its failure to the end of its process.
 CAUSE = 5.0  # Maximum seconds to wait for rank 0 at start, for a send, or for the cause of a lost connection.
 SILENCE = 30  # Maximum seconds without an answer to TCP until a rank's machine counts as lost.
 LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
@@ -51,7 +51,7 @@ _numbers = itertools.count(1)  # equal on all ranks, which create failure detect
 
 @contextlib.contextmanager
 def ends_together(what: str) -> Iterator[None]:
-    """Make all ranks leave a function together: if one rank fails, the others raise `RankError` or end by force."""
+    """Make all ranks leave the body together: if one rank fails, the others raise `RankError` or end by force."""
     global _present
     if world_size() > 1 and _present is None:
         atexit.unregister(part)  # `part` must run after `leave`, and atexit calls the last registered function first
@@ -107,7 +107,7 @@ class _Link:
     silence: float = 0.0  # Seconds without a sign of life, counted only in sections. -inf: reported already.
 
     def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the thread that reads this link detects a lost connection
+        with contextlib.suppress(OSError):  # ignore a lost connection: the thread that reads this link detects it
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def send_fault(self, fault: Fault) -> None:
@@ -117,7 +117,7 @@ class _Link:
 
 
 class FailureDetector:
-    """Rank 0 has a link to each other rank, and each other rank has one link, to rank 0."""
+    """A detector of failed ranks. Rank 0 has a link to each other rank, and passes failures on."""
 
     def __init__(self) -> None:
         self.rank = rank()

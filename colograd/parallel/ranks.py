@@ -80,7 +80,7 @@ class Stopped(Exception):
     """Sampling or training was interrupted, because little time is left after a stop signal."""
 
 
-SHARED = (torch.OutOfMemoryError, Stopped)  # if all errors have these types, all ranks raise such a type
+SHARED = (torch.OutOfMemoryError, Stopped)  # if all failed ranks raise such an error, every rank raises one
 
 
 @contextmanager

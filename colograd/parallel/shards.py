@@ -20,7 +20,7 @@ from .ranks import time_limit
 T = TypeVar("T")
 # torch 2.13 renames `all_gather_into_tensor` to `all_gather_single`
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-BUCKET = 64 * 2**20  # maximum bytes of gradients that are summed in one collective; a larger gradient gets its own
+BUCKET = 64 * 2**20  # maximum bytes of gradients that are summed in one collective; a larger one is summed alone
 Box = tuple[tuple[int, int], ...]  # per dimension of a tensor: (first index, last index + 1)
 
 
@@ -95,7 +95,7 @@ class RankGroup:
     place: int  # Index of this rank in `ranks`.
     group: Any
     on_host: Any = None  # Gloo process group of `ranks`, which `meets` and `gather` use.
-    # Number of all-reduces and all-to-alls with `group` so far, which `meets` compares.
+    # Number of all-reduces and all-to-alls so far, which `meets` compares. Groups may share this list.
     exchanged: list[int] = field(default_factory=lambda: [0], compare=False)
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
@@ -169,9 +169,9 @@ def group_of(
 
 
 class Lockstep:
-    """Messages from the first rank of a vLLM engine to its other ranks. Only the first rank decides.
+    """Messages from the first rank of a vLLM engine to its other ranks.
 
-    Clocks and users' functions may give different results on different ranks."""
+    Only the first rank decides, because clocks and users' functions may give other results on other ranks."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0
@@ -200,13 +200,13 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum each tensor over ranks (None: all ranks) in place, and return the summed bytes.
+    """Sum each tensor in place over the ranks ``among`` (None: all ranks), and return the summed bytes.
 
-    DistributedDataParallel would reject float32 gradients of bfloat16 parameters."""
+    DistributedDataParallel isn't used, because it rejects float32 gradients of bfloat16 parameters."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
-        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # reduced without a copy, which may take gigabytes
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # reduced in place, because a copy may take gigabytes
         parts = [gradient.reshape(-1).to(device or gradient.device) for gradient in bucket]
         flat = parts[0] if alone else torch.cat(parts)
         if among is None:

@@ -1,6 +1,6 @@
 """Detect a rank that hangs: its training thread hasn't called `progress` for `rank_timeout` seconds.
 
-A rank that waits for other ranks doesn't hang: its call stack contains a function of the modules `WAITING`.
+A rank doesn't hang if it waits for other ranks or the Hub: then its stack has a function of the modules `WAITING`.
 If a process runs no thread, e.g. after SIGSTOP, other ranks detect this (see `faults`). A check adds at most half of
 the limit to the counted time. So a process that was stopped for long isn't ended as soon as it continues."""
 
@@ -17,7 +17,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-LIMIT = 1500.0  # Default of `rank_timeout`, below 1,800 s, when a collective fails without naming a rank.
+LIMIT = 1500.0  # Default of `rank_timeout`. After 1,800 s a collective would fail without naming a rank.
 TICK = 2.0  # Maximum seconds between two checks for progress.
 STDERR = 2  # File descriptor of standard error. A notebook's sys.stderr has no descriptor.
 # Modules with functions that wait for other ranks, or for the Hub.
@@ -112,9 +112,9 @@ class Watchdog:
             self._end(description)
 
     def _arm(self, seconds: float | None) -> None:
-        """Make `faulthandler` write all stacks after ``seconds``, unless `_arm` is called before.
+        """Make `faulthandler` write all stacks soon after ``seconds`` (None: never), unless `_arm` is called again.
 
-        If a call holds the GIL, this thread can't run, but `faulthandler` can."""
+        If a call holds the GIL, the watchdog's thread can't run, but `faulthandler` can."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds + 2 * tick(), file=STDERR)
         elif self._is_armed:

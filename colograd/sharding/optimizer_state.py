@@ -33,11 +33,11 @@ class Stored(NamedTuple):
 
     start: int
     stop: int
-    values: Any  # Elements, which slicing may read from the file, or a scalar's tensor.
+    values: Any  # A sequence of elements, read from the file when sliced, or a scalar's tensor.
     shard: Shard | None = None  # Part that ``start`` and ``stop`` count in. None: the whole parameter.
 
 
-State = Mapping[str, Mapping[str, Sequence[Stored]]]  # by parameter name, then by state name
+State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges, by parameter name, then by state name
 
 
 def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
@@ -162,7 +162,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
     path = folder / "optimizer.pt"
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} has no optimizer state ({path.name}, {PATTERN}). Use a complete checkpoint.")
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # a rank reads only its part
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # `mmap`: a rank reads only its part
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
         states = stored.setdefault(order[index], {})

@@ -99,8 +99,8 @@ class ShardingStrategy(ABC):
         try:
             loss.backward()
         except BaseException as error:
-            if self.meets_in_backward:  # Free activations: collectives that other ranks wait for need memory.
-                loss.detach_()  # frees the graph, although callers refer to the loss
+            if self.meets_in_backward:  # Free activations: the collectives that other ranks wait in need memory.
+                loss.detach_()  # frees the loss's graph, although callers still refer to the loss
                 forget_frames(error)
                 if loss.is_cuda:
                     torch.cuda.empty_cache()  # a failed allocation fragments torch's cached memory

@@ -338,7 +338,7 @@ class SharedRows(ShardingStrategy):
         self._around(model)
 
     def _around(self, model: torch.nn.Module) -> None:
-        # Set it on the model inside a PEFT wrapper, because the check of rows at start runs the inner model.
+        # Set `around_forward` on the model inside a PEFT wrapper: the check of rows at start runs only this model.
         unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Reverse KL divergence KL(policy || teacher) per label (target token), computed one vocabulary tile at a time.
 
-In its forward the policy's head calls `sums`, then `gaps` and `add` per tile of logits, and `result`, of
-`TeacherLogits` (`distillation_kl: exact`) or `TeacherTop` (`top_k`). In its backward it calls `spread` per tile."""
+The policy's head calls methods of `TeacherLogits` (`distillation_kl: exact`) or `TeacherTop` (`top_k`). Its forward
+calls `sums`, then `gaps` (and `add`) per tile of logits, then `result`. Its backward calls `spread` per tile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TeacherHead:
         return self.logits(row.batch.scores["teacher_states"], row.temperature, row.candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """``states``: (N, hidden). ``candidates``: the tokens of each label's distribution. None: all."""
+        """Return logits of ``states`` (N, hidden). ``candidates``: tokens of each label's distribution (None: all)."""
         head = Head.of(self.model, temperature, states.device, candidates)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
@@ -119,7 +119,7 @@ class TeacherTop:
 
     ids: torch.Tensor  # (N, K) int64
     logprobs: torch.Tensor  # (N, K)
-    own: torch.Tensor = field(init=False)  # the policy's logits, (N, K)
+    own: torch.Tensor = field(init=False)  # the policy's logits of the tokens `ids`, (N, K)
 
     @classmethod
     def beside(cls, row: Pass) -> TeacherTop:

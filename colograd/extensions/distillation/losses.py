@@ -20,7 +20,7 @@ from .teacher import UNTAUGHT
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTerm(LossTerm):
-    """`distillation_kl: sampled`: add weight * (log p_teacher - log pi_old) to the advantages of scored tokens."""
+    """`distillation_kl: sampled`: the part of the advantages that comes from a teacher's log-probabilities."""
 
     weight: float
 
@@ -28,7 +28,7 @@ class AdvantageTerm(LossTerm):
     waits = "a teacher's term isn't trained early"
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Add weight * (log p_teacher - log pi_old) to the advantages of scored tokens.
+        """Add weight * (log p_teacher - log pi_old) to the advantages of tokens that a teacher scored.
 
         The mean of this gain over the policy's samples is minus weight times the token's reverse KL divergence
         (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later tokens)."""
@@ -42,7 +42,7 @@ class AdvantageTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True)
 class DivergenceTerm(LossTerm):
-    """`distillation_kl: exact` and `top_k`: the reverse KL divergence that `TeacherStep` computes."""
+    """`distillation_kl: exact` or `top_k`: weight times the reverse KL divergence, which `TeacherStep` computes."""
 
     weight: float
     needs: tuple[str]

@@ -42,7 +42,7 @@ def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
 
 
 def check_teacher_column(prompts: Any, args: GRPOConfig) -> None:
-    from ...data import PromptDataset  # Not at the top: the configuration must not load data libraries.
+    from ...data import PromptDataset  # Imported here, because checks of settings must not load data libraries.
     from ...data.columns import columns_of
 
     if not isinstance(args.teacher_model_name_or_path, dict):
@@ -63,7 +63,7 @@ def check_teacher_column(prompts: Any, args: GRPOConfig) -> None:
 
 
 def goes_without_rewards(args: GRPOConfig) -> bool:
-    """Return whether the run has a teacher. A setting that needs rewards is then a ValueError."""
+    """Return whether the run has a teacher. Raise a ValueError if it has one, and a setting needs rewards."""
     if not args.distils:
         return False
     if args.dynamic_sampling:

@@ -193,7 +193,7 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
     found = source.outline()
     head = TeacherHead.of(found).nbytes if config.distillation_kl == "exact" else 0
-    copies = config.world_size if config.cuts_weights else 1  # The plan divides by the ranks with FSDP.
+    copies = config.world_size if config.cuts_weights else 1  # With FSDP the plan divides the result by the ranks.
     if offloads(config, config.offload_teacher):
         return head * copies
     packed = to_pack(found, source.quantization or {})
@@ -221,7 +221,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
         products_in_float32(model)
     model.requires_grad_(False).eval()
     if config.on_cpu:
-        choose_rows(model)  # on a GPU later, when the teacher is there
+        choose_rows(model)  # on a GPU, `choose_rows` runs later, when the teacher is there
     offload = offloads(config, config.offload_teacher)
     stays = offload or config.cuts_weights
     if stays:  # Offloading and FSDP move only parameters.

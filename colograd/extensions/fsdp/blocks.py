@@ -114,7 +114,7 @@ def cut(
         block.set_force_sum_reduction_for_comms(True)
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
-            # Only with the parameters' dtype, which torch gives the zeros of unused parameters.
+            # Only if gradients are summed in the parameters' dtype: torch adds zeros of this dtype for unused ones.
             block.set_reduce_scatter_unused_params(True)
         block.set_custom_all_gather(_Comm(exchange, block))
         block.set_custom_reduce_scatter(_Comm(exchange, block))

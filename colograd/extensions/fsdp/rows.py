@@ -95,7 +95,7 @@ def gathered(
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in the destination of ``part``, and the values of ``rows`` to write there. None: no value."""
+    """Return indices in the destination of ``part``, and values of ``rows`` to write there. None: nothing to write."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]
@@ -112,7 +112,7 @@ class GatheredWeights(PlannedSync):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         self.places: dict[str, list[Slice]] = {}
-        for part in slices:  # Without references to the whole parameters, so that their memory is freed.
+        for part in slices:  # Keep no references to the whole parameters, so that their memory is freed.
             place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
             self.places.setdefault(part.name, []).append(place)
 

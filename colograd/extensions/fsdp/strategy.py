@@ -35,8 +35,8 @@ class FullySharded(SharedParts):
     """Sharding strategy `fsdp`: each rank has some rows of every parameter, with their gradients and optimizer state.
 
     ``model`` is sharded in place, and computes on ``device`` (None: the model's device). ``reshard``: whether layers
-    free their gathered weights after a forward. ``offload``: whether rows stay in page-locked host memory. Without
-    effect if ``device`` is a CPU."""
+    free their gathered weights after a forward. ``offload``: whether rows stay in page-locked host memory (not if
+    ``device`` is a CPU)."""
 
     meets_in_backward = True
     device: Any = None
@@ -66,7 +66,7 @@ class FullySharded(SharedParts):
             parameter.grad_dtype = self._gradients  # A tied embedding adds two gradients: don't round the sum.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
-        # The root block comes first and contains all parameters. Later blocks then replace it as owner.
+        # The root block comes first and contains all parameters. Later blocks replace it as owner of their parameters.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
         self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # gradient elements per block, with padding
         for one in self.cuts:
@@ -114,7 +114,7 @@ class FullySharded(SharedParts):
             self._pieces[one.name] = Owned(one.name, part, start, start + part.numel())
 
         def take(parameter: torch.Tensor) -> None:
-            parameter.grad = None  # torch may have rounded this gradient to the parameter's dtype.
+            parameter.grad = None  # Use `_summed` instead: torch may have rounded this gradient.
             first, self._offset = self._offset, self._offset + one.share * one.row
             piece = self._pieces.get(one.name)
             if piece is not None:

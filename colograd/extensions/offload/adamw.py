@@ -1,4 +1,4 @@
-"""Optimizer state or gradients on the host, read piece by piece, or moved there while the engine samples."""
+"""AdamW that reads its state or gradients from the host, and moves of optimizer state to the host during sampling."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from ...parallel import watchdog
 from ...runtime.page_locked import host_empty
 
-ELEMENTS = 2**23  # Elements per job. At 10 bytes each, a copy takes about 2 ms on PCIe 5, far longer than a launch.
+ELEMENTS = 2**23  # Elements per job. At 10 bytes each, a copy takes about 2 ms on PCIe 5, longer than a kernel launch.
 BUFFERS = 2
 ALIGNED = 256  # Tensors in a device buffer begin at multiples of this number of bytes, as kernels may require.
 
@@ -44,7 +44,7 @@ def on_way(gradients: int, largest: int) -> int:
 
 
 class HostStream:
-    """Runs jobs in order.
+    """A queue of jobs, which run in order.
 
     ``apart``: run kernels on a separate CUDA stream, so that the caller's stream doesn't wait for copies."""
 
@@ -88,7 +88,7 @@ class HostStream:
         buffer, emptied = self._buffers.get(turn, (None, None))
         if buffer is None or sum(sizes) > len(buffer):
             if emptied is not None:
-                emptied.synchronize()  # before the memory of the smaller buffer is freed
+                emptied.synchronize()  # wait for copies from the smaller buffer, which is freed next
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
             self.event(present).wait(self.filling)  # The current stream may still use the new buffer's memory.
         parts = zip(itertools.accumulate([0, *sizes]), host, strict=False)

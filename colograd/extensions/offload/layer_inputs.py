@@ -62,7 +62,7 @@ class LayerInputs(HostStream):
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return host memory of at least ``nbytes``, and the event of its last copy. Free memory that is too small."""
+        """Return host memory of ``nbytes`` or more and the event of its last copy. Release memory that is too small."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()

@@ -95,7 +95,7 @@ class WholeOnHost(AddedInBackward, WholeCopies):
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
-    """Keeps on the host, per bucket, this rank's part of the gradients summed over all ranks."""
+    """Strategies that keep on the host, per bucket, this rank's part of the gradients summed over all ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -144,7 +144,7 @@ class GradientsOnHost(PartsOnHost, SharedGradients):
         reserve((bucket.part * bucket.gradient_dtype.itemsize for bucket in self.buckets), self.sums.device)
 
 
-# By `sharding`. FSDP isn't here: it has `fsdp_offload_params` instead.
+# Strategies, by the setting `sharding`. FSDP has the setting `fsdp_offload_params` instead.
 ON_HOST: dict[str, type[ShardingStrategy]]
 ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": GradientsOnHost}
 

@@ -77,9 +77,9 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return the settings that make the run fit with the fewest seconds of copies over the bus. {}: none fits.
+    """Return the settings to change so that the run fits with the fewest seconds of copies over the bus.
 
-    ``host``: available bytes of host memory."""
+    {}: the run fits without changes, or no change helps. ``host``: available bytes of host memory."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 
