@@ -106,7 +106,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Late(BaseException):
-    """Raised in a call that exceeds its time limit. It is no `Exception`, because user code may catch every one."""
+    """Raised in a call that exceeds its time limit. It is no `Exception`, because user code may catch all of these."""
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         print(problem, file=sys.stderr, flush=True)
         os._exit(1)
 
-    # While this thread starts another one, Python 3.11 would raise `Late` there. So the interrupt's timer starts last.
+    # Python 3.11 could raise `Late` while this thread starts a timer. So the timer that raises `Late` starts last.
     timers = [threading.Timer(seconds + GRACE, leave), threading.Timer(seconds, interrupt)]
     try:
         for timer in timers:

@@ -36,7 +36,7 @@ DROP_SECONDS = 1.0  # Seconds that a cancelled call may hold up other calls. The
 
 
 class WorkerCall(Future[Outcome]):
-    """A queued or running call. ``state`` is (key, pickled trainer state). A worker gets a state only once."""
+    """A queued or running call. ``state`` is (key, pickled trainer state). A worker gets each state once."""
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""The curriculum: chooses the prompts of each round by a record of earlier rounds, which all ranks and checkpoints
-share."""
+"""The curriculum: chooses each round's prompts by the results of earlier rounds. All ranks record the same results."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ class CurriculumOrder(StepOrder):
         }
 
     def rows_of(self, number: int) -> list[int]:
-        """Return a round's row indices, or [] for a round that the run's checkpoint already has."""
+        """Return a round's row indices, or [] for a round before the checkpoint that the run resumes from."""
         return [] if number < self.begun else self.choose(number)
 
     def choose(self, number: int) -> list[int]:
@@ -131,7 +130,7 @@ class CurriculumOrder(StepOrder):
         return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield (mask of rows, number of rows to draw) per pool. Rounding keeps the shares on average."""
+        """Yield (mask of rows, number of rows to draw) per pool. Random rounding keeps the shares on average."""
         shares = self.settings.shares
         if shares is None:
             return

@@ -25,7 +25,7 @@ from .specs import YAML, TaskSpec, check_harness
 GENERATE, SCORE = "generate_until", "loglikelihood"
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
-DEFAULT_TOKENS = 256  # The harness's default of a completion's maximum.
+DEFAULT_TOKENS = 256  # The harness's default maximum of a completion's tokens.
 FEWSHOT_SEED = 1234  # The harness's default for choosing examples.
 
 
@@ -63,7 +63,7 @@ class Rules:
     temperature: float | None = None
     top_p: float | None = None
     spread: float = 1.0  # Temperature for several completions per question, if the task samples greedily.
-    template: bool | None = None  # None: only sampled completions use the chat template.
+    template: bool | None = None  # None: tasks that sample use the chat template, if there is one.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()
 
@@ -189,7 +189,7 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
         text = functools.partial(rules.tokenizer.apply_chat_template, tokenize=False, **ends, **rules.template_kwargs)
         try:
             return str(text(messages))
-        except jinja2.TemplateError:  # Many templates refuse a system message. The harness then leaves it out.
+        except jinja2.TemplateError:  # Many templates refuse a system message, so leave it out as the harness does.
             return str(text([message for message in messages if message["role"] != "system"]))
 
     options = {"apply_chat_template": template, "fewshot_as_multiturn": template}
@@ -279,5 +279,5 @@ def stops(kwargs: dict[str, Any]) -> list[str]:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model reasons first. Stop strings, which reasoning may contain, then only cut the answer."""
+    """Return whether the model reasons first. Then stop strings cut only the answer after it."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")
