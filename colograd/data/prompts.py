@@ -28,7 +28,7 @@ class PromptDataset(torch.utils.data.Dataset):
     """A dataset's rows with tokenised prompts. Index (row, position) gives a `Prompt`, any other index gives rows."""
 
     dataset: Dataset
-    token_ids: Any  # All prompts in a row, int32 [sum P]. None: the rules' reader makes each prompt on request.
+    token_ids: Any  # Of all prompts, concatenated, int32 [sum P]. None: `rules.reader` makes each prompt on request.
     ends: np.ndarray  # Where prompts begin and end in ``token_ids``, int64 [rows + 1], from 0.
     dropped: dict[int, int]  # Original row index of a too long prompt -> its number of tokens.
     rules: PromptRules
@@ -82,7 +82,7 @@ class PromptRules:
     chat_template_kwargs: dict[str, Any]
     name: str
     columns: Sequence[str] = ()  # Columns to read in addition to `COLUMNS`.
-    # (row, the row's name in errors) -> further arguments of the chat template.
+    # A function (row, the row's name in errors) that returns further arguments of the chat template.
     arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     # An extension's reader of rows with images. `prompt(example, row, rules)` makes a `ModelInput`, `of_row` does so
     # with a small cache, `lengths(rows, rules)` counts tokens.

@@ -152,7 +152,7 @@ def builtin_rewards() -> dict[str, Callable[..., Any]]:
         "last_number": last_number,
         "gsm8k_reward": gsm8k_reward,
         "think_format_reward": think_format_reward,
-        # TRL's script for GRPO has the same name and values.
+        # TRL's script for GRPO has a reward of this name with these values.
         "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
         **{function.__name__: function for function in registry.hooks("rewards")},
     }

@@ -237,7 +237,7 @@ class RolloutStore:
         return problem
 
     def _end(self, names: Collection[str]) -> None:
-        self._flusher.submit(self._flush).result()  # After this no flush is queued or runs.
+        self._flusher.submit(self._flush).result()  # After this no flush is queued or runs, so files can be closed.
         for name in [*names]:
             self.open_files.pop(name).close()
         for beside in self._beside.values():

@@ -27,7 +27,7 @@ GRACE = 10.0  # Seconds after a call's time limit before the process ends or the
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    kind: str  # value, raised, late, died (the worker did) or dropped (no longer needed)
+    kind: str  # One of: value, raised, late, died (the worker), dropped (no longer needed).
     value: Any  # For value: the result. raised: (line, traceback). died: exit status.
     seconds: float
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})

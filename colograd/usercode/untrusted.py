@@ -10,7 +10,7 @@ from typing import Any
 
 DEEPEST = 64  # Maximum depth of nested JSON. Templates, copies and pickles of deeper values may exceed Python's stack.
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep"
-# A text with more characters per free token counts as too long. Tokenising it would take 4 s per megabyte.
+# A text with more characters per free token of the context is too long. Tokenising it takes 4 s per megabyte.
 CHARACTERS = 16
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
 # `own_copy` copies objects of classes in these modules and in PIL. Other objects, such as environments, are shared.

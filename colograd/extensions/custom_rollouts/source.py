@@ -76,7 +76,7 @@ class CustomRollouts:
 
     engine: Engine
     function: Callable[[list[Any]], dict[str, Any]]
-    end_tokens: Collection[int | None]  # A completion counts as truncated if it ends with no such token.
+    end_tokens: Collection[int | None]  # A completion that ends with none of these tokens counts as truncated.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"

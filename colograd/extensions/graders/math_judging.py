@@ -30,7 +30,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
-    # Solutions without ``$`` or a box are read as LaTeX first. Sentences ("the answer is 42") are read unchanged first.
+    # Without ``$`` or a box, a formula is read as LaTeX first, a sentence ("the answer is 42") as plain text first.
     final = _answer_in(gold.rpartition("####")[2].strip())
     ways = [final]
     if not _ANCHOR.search(final):
@@ -62,7 +62,7 @@ def _shown(parsed: list[Any]) -> str:
 def _answer_in(text: str) -> str:
     r"""Return the last ``\boxed{}`` of a text, or the whole text, in a form that math-verify reads.
 
-    The last boxes are kept together if only commas or "and" join them. math-verify would also join a corrected box."""
+    The last boxes are kept together if only commas or "and" join them. math-verify would also keep corrected ones."""
     boxes: list[tuple[int, int, str]] = []
     opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):

@@ -56,7 +56,7 @@ class RewardModel(ModelReward):
     Args:
         model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.
         tokenizer: the tokenizer. None means the model's tokenizer.
-        config: the run's. Its ``model_init_kwargs`` apply, except `POLICY_KWARGS`."""
+        config: the run's configuration. Its ``model_init_kwargs`` apply, except `POLICY_KWARGS`."""
 
     def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
         shown = model if isinstance(model, str) else type(model).__name__
@@ -99,7 +99,7 @@ class RewardModel(ModelReward):
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """Return tensors [rows, longest row], padded on the right."""
         padding = self._padding
-        if padding is None:  # No row may contain it, because classifiers read the last token that isn't padding.
+        if padding is None:  # Choose a token that no row has: classifiers read the last token that isn't padding.
             used = {token for ids in rows["input_ids"] for token in ids}
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
