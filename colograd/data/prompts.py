@@ -28,7 +28,7 @@ class PromptDataset(torch.utils.data.Dataset):
     """A dataset's rows with tokenised prompts. Index (row, position) gives a `Prompt`, any other index gives rows."""
 
     dataset: Dataset
-    token_ids: Any  # Of all prompts, concatenated, int32 [sum P]. None: `rules.reader` makes each prompt on request.
+    token_ids: Any  # Ids of prompts, concatenated, int32 [sum P]. None: `rules.reader` makes each prompt on request.
     ends: np.ndarray  # Where prompts begin and end in ``token_ids``, int64 [rows + 1], from 0.
     dropped: dict[int, int]  # Original row index of a too long prompt -> its number of tokens.
     rules: PromptRules

@@ -85,7 +85,7 @@ class SourceFeature:
         return engine
 
     def digests(self) -> dict[str, str]:
-        """Return name -> digest of the user code that generates completions. A resumed run compares them."""
+        """Return name -> digest of the user code that generates completions. A resumed run reports changes."""
         return {}
 
     def watch(self, record: Callable[[str, float, float], None]) -> None:

@@ -221,7 +221,7 @@ class RolloutStore:
         return file
 
     def lacks(self, problem: str) -> None:
-        """Report that the log lacks groups. Here nothing happens, because a run samples missing groups anew.
+        """Report that the log lacks data of a round. Here nothing happens, because a run samples the round anew.
 
         The subclass for replays raises ``problem`` as an error."""
 

@@ -32,7 +32,7 @@ def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
 class CurriculumOrder(StepOrder):
     """A `StepOrder` with a curriculum: it chooses a round's rows just before the round's first step."""
 
-    missing = "had no curriculum"  # Part of an error: why a checkpoint has no curriculum's record.
+    missing = "had no curriculum"  # Part of an error: why a checkpoint has no record of a curriculum.
     settings: Curriculum
     round_steps: int
     pools: np.ndarray | None  # Each row's pool as an index into ``shares``, int [rows]. None: pools by pass rate.
