@@ -71,7 +71,7 @@ class RecordFile:
     def append(self, record: Record) -> None:
         """Append a record. After the return it survives a crash of this process, but maybe not of the machine."""
         if (size := len(record.content)) > LARGEST:
-            raise ValueError(f"A recorded group is too large: {size:,} bytes (maximum: {LARGEST:,}).")
+            raise ValueError(f"A record is too large: {size:,} bytes (maximum: {LARGEST:,}).")
         packed, start = bytes(self._packing.compress(record.content, asbytes=True)), self._file.tell()
         if size > GROWTH * len(packed) or len(packed) >= size:
             packed = record.content  # Not compressed: readers see it by the equal sizes in the header.
