@@ -198,4 +198,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(STOP_SECONDS)  # A worker still starting ends with its thread or this process.
+            thread.join(STOP_SECONDS)  # A worker that is still starting ends with its thread or this process.
