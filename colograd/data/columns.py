@@ -33,8 +33,8 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), but prompts are tokenised once: apply the "
-            "transform with map. It need not remove keys with None that Arrow adds to messages and "
-            "chat_template_kwargs; elsewhere avoid them by Dataset.from_list(rows, on_mixed_types='use_json')."
+            "transform with map. Keys with None that Arrow adds are removed from messages and "
+            "chat_template_kwargs; in other columns avoid them by Dataset.from_list(rows, on_mixed_types='use_json')."
         )
     if not images:
         check_no_images(columns_of(dataset), name)

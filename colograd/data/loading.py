@@ -150,7 +150,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
             return {"prompt": prompt}
         return {"prompt": [system, *prompt]}
 
-    # Not cached, because ranks that share a cache would write the same file.
+    # The new prompts aren't cached, because ranks that share a cache would write the same file.
     uncached = {"desc": "system prompt", "keep_in_memory": True, "load_from_cache_file": False}
     return dataset.map(put_system_first, **({} if isinstance(dataset, IterableDataset) else uncached))
 

@@ -15,7 +15,7 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # From this position on, prompts are further ones of dynamic sampling.
+EXTRA = 2**40  # Positions from here on belong to extra prompts (dynamic sampling, carry-over).
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ def seed_of(config: GRPOConfig) -> int:
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Return ``count`` prompts of this rank for dynamic sampling, after ``drawn`` ones. Seed and step fix the order."""
+    """Return extra prompts ``drawn`` to ``drawn + count - 1`` of this rank. Seed and step fix their order."""
     layout = config.layout
     places = (index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count))
     return [prompt_at(dataset, config, EXTRA * (step + 1) + place) for place in places]

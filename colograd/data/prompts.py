@@ -25,15 +25,15 @@ COLUMNS = ("prompt", "chat_template_kwargs")
 
 @dataclass(eq=False)
 class PromptDataset(torch.utils.data.Dataset):
-    """A dataset's rows with tokenised prompts. Index (row, position) gives a `Prompt`, a plain index rows."""
+    """A dataset's rows with tokenised prompts. Index (row, position) gives a `Prompt`, any other index gives rows."""
 
     dataset: Dataset
-    token_ids: Any  # All prompts in a row, int32 [sum P]. None: the rules' reader makes each prompt on request.
+    token_ids: Any  # Ids of prompts, concatenated, int32 [sum P]. None: `rules.reader` makes each prompt on request.
     ends: np.ndarray  # Where prompts begin and end in ``token_ids``, int64 [rows + 1], from 0.
     dropped: dict[int, int]  # Original row index of a too long prompt -> its number of tokens.
     rules: PromptRules
-    # An extension's choice of each step's prompts: `order(config)` makes the `StepOrder`; `saved` and `load(state)`
-    # hold its state; `missing` is why a checkpoint may lack the state.
+    # An extension's object that chooses each step's prompts. `order(config)` returns the `StepOrder`. Checkpoints store
+    # the state `saved`, and `load(state)` restores it. `missing` says why a checkpoint may lack the state.
     choice: Any = None
 
     def dropped_line(self) -> str:
@@ -82,7 +82,7 @@ class PromptRules:
     chat_template_kwargs: dict[str, Any]
     name: str
     columns: Sequence[str] = ()  # Columns to read in addition to `COLUMNS`.
-    # (row, the row's name in errors) -> further arguments of the chat template.
+    # A function (row, the row's name in errors) that returns further arguments of the chat template.
     arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     # An extension's reader of rows with images. `prompt(example, row, rules)` makes a `ModelInput`, `of_row` does so
     # with a small cache, `lengths(rows, rules)` counts tokens.
@@ -98,8 +98,8 @@ class PromptRules:
 
     def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
         """Tokenise rows, also too long ones. ``first``: index of the first row in the dataset, for errors."""
-        # Rows with equal arguments of the chat template share one call of the tokenizer. Values: (arguments, row
-        # indices). Arguments are None for plain texts.
+        # Rows with equal arguments of the chat template share one call of the tokenizer. Values of `alike`:
+        # (arguments, row indices). Arguments are None for plain texts.
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
         for index, row in enumerate(rows):
             where = self.where(first + index)
@@ -144,7 +144,7 @@ class PromptRules:
         return {**arguments, **self.chat_template_kwargs, **own, **further}
 
     def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
-        """Tokenise the prompt of a row outside the dataset. Return None if `overlong` drops the prompt."""
+        """Tokenise the prompt of a row outside the dataset. Return None if it is too long and `overlong` is `drop`."""
         row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
             prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))

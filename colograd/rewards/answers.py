@@ -22,7 +22,7 @@ _OTHERS = ("tool", "user")
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 _BEHIND_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 HASHES_WITHIN = 300  # Characters of a completion's end that `gsm8k_reward` reads, as in verl.
-_FLOAT_TOLERANCE = Decimal("1e-12")  # Relative, for answers that are floats: 0.1 + 0.2 isn't exactly 0.3.
+_FLOAT_TOLERANCE = Decimal("1e-12")  # Relative tolerance for answers that are floats.
 
 
 class Verdict(NamedTuple):
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 def text_of(completion: Any) -> str:
-    """Return a completion's text. A list of messages has the last one's text, or "" after a tool or user."""
+    """Return a completion's text. For messages: the last one's text, or "" if a tool or user wrote it."""
     if isinstance(completion, str):
         return completion
     last = completion[-1] if completion else {}
@@ -78,8 +78,7 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
     """Return for each completion 1.0 if its last number equals the last number in the column ``answer``, else 0.0.
 
     Numbers are integers or decimals: ``#### 42`` (GSM8K), ``-5``, ``$1,234.50``, ``42.``, ``1e-05``. They are compared
-    exactly, or to 12 digits if the column has floats. The reward is None if ``answer`` has no
-    number."""
+    exactly, or to 12 digits if the answer is a float. The reward is None if ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
     return [_right_number(number_in(text_of(completion)), expected) for completion, expected in pairs]
 
@@ -153,7 +152,7 @@ def builtin_rewards() -> dict[str, Callable[..., Any]]:
         "last_number": last_number,
         "gsm8k_reward": gsm8k_reward,
         "think_format_reward": think_format_reward,
-        # TRL's script for GRPO has the same name and values.
+        # TRL's script for GRPO has a reward of this name with these values.
         "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
         **{function.__name__: function for function in registry.hooks("rewards")},
     }

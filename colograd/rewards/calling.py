@@ -48,7 +48,7 @@ def keywords_for(
             messages = [*rollout.messages] or [{"role": "assistant", "content": text}]
             completion = messages if isinstance(prompt, list) else text
             row = {**group.example, "prompts": prompt, "completions": completion, **rollout.columns}
-            # A worker gets token ids as an array and the mask as bytes, because lists are larger. It makes the lists.
+            # Lists are larger to send, so workers get token ids as an array and the mask as bytes, and make the lists.
             if "completion_ids" in names:
                 row["completion_ids"] = list(rollout.completion_ids) if log is not None else rollout.completion_ids
             if "completion_mask" in names:  # Per token: 1 if the model wrote it.

@@ -28,7 +28,7 @@ from ..usercode.calls import Outcome, place_in, unwrapped
 from .answers import builtin_rewards
 
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # Maximum relative difference of equal sums of rewards.
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # Sums of rewards with at most this relative difference count as equal.
 # Reward functions may log none of these metrics, and none with a prefix (before a slash) in `OWN_FAMILIES`.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",

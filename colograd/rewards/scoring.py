@@ -109,8 +109,8 @@ def usual_workers(on_gpu: bool) -> int:
 @dataclass(eq=False)
 class Scorer:
     rewards: list[RewardFunction]  # Reward functions, [R].
-    # Number of worker processes. They run functions that can be pickled. None: `usual_workers`, only
-    # for functions of importable modules.
+    # Number of worker processes. They run functions that can be pickled. None: `usual_workers`, which run only
+    # functions of importable modules.
     workers: int | None = 0
     timeout: float | None = None  # Time limit of a call in seconds. Reward models have none.
     on_error: str = "raise"
@@ -137,7 +137,7 @@ class Scorer:
         self.notes = self._pool.notes
 
     def submit(self, groups: Sequence[Group], texts: Texts, trainer_state: Any = None) -> Scoring:
-        """Start one call of each reward function for all ``groups``. Sync functions in this process end here."""
+        """Start one call per reward function. Wait only for sync functions that run in this process."""
         calls: list[Future[Outcome]] = []
         scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))
         try:

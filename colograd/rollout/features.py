@@ -59,7 +59,7 @@ class SourceFeature:
     rewards: Sequence[Any] = ()  # Further reward functions, with weight 1 each.
     reserved_tokens = 0  # Tokens of each sequence kept free for texts of tools or environments.
     writes_prompts = False  # Whether the rollout source writes prompts, so that rows may lack one.
-    columns: Sequence[str] = ()  # Dataset columns besides `COLUMNS` that change the tokenised prompt.
+    columns: Sequence[str] = ()  # Dataset columns that change the tokenised prompt, besides `prompts.COLUMNS`.
     # A function (dataset row, the row's name in errors) that returns further arguments of the chat template.
     template_arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     may_add_images = False
@@ -85,7 +85,7 @@ class SourceFeature:
         return engine
 
     def digests(self) -> dict[str, str]:
-        """Return name -> digest of the user code that generates completions. A resumed run detects changes."""
+        """Return name -> digest of the user code that generates completions. A resumed run reports changes."""
         return {}
 
     def watch(self, record: Callable[[str, float, float], None]) -> None:
@@ -103,6 +103,6 @@ def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFea
         registry.require("quantized", "quantization_config")
     chosen = [feature for kind in registry.hooks("source") if (feature := kind.of(arguments, config))]
     feature = chosen[0] if chosen else SourceFeature()
-    if not arguments.samples:  # The recorded groups may come from an agent or a user's rollout source.
+    if not arguments.samples:  # The recorded groups may come from a source with `add_advantages`.
         feature.add_advantages = next(iter(registry.hooks("add_advantages")), None)
     return feature

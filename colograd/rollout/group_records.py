@@ -81,7 +81,7 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
 
 
 def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGroup:
-    """Read a scored group from the bytes that `group_bytes` made. ``encoder`` is `PromptRules.reader`.
+    """Read a scored group from the bytes that `group_bytes` made. ``encoder`` (`PromptRules.reader`) reads images.
 
     Raises:
         JournalError: the bytes are damaged, or belong to another dataset row than ``prompt``."""

@@ -71,7 +71,7 @@ class RecordFile:
     def append(self, record: Record) -> None:
         """Append a record. After the return it survives a crash of this process, but maybe not of the machine."""
         if (size := len(record.content)) > LARGEST:
-            raise ValueError(f"A recorded group is too large: {size:,} bytes (maximum: {LARGEST:,}).")
+            raise ValueError(f"A record is too large: {size:,} bytes (maximum: {LARGEST:,}).")
         packed, start = bytes(self._packing.compress(record.content, asbytes=True)), self._file.tell()
         if size > GROWTH * len(packed) or len(packed) >= size:
             packed = record.content  # Not compressed: readers see it by the equal sizes in the header.
@@ -96,9 +96,9 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield records with ``wanted`` positions and at most ``largest`` bytes of content. Skip other records.
+    """Yield records with ``wanted`` positions and at most ``largest`` bytes of content. Skip other records unread.
 
-    Stop at the first record that is incomplete or damaged."""
+    Stop at the first record that is incomplete, or that is read and damaged."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in heads(file):
@@ -164,9 +164,7 @@ def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> bytes:
-    """Serialize rows as an Arrow table behind the bytes ``mark``. Without rows return no bytes.
-
-    Readers recognise the table by ``mark``, because no Arrow message begins with these bytes."""
+    """Serialize rows as an Arrow table behind the bytes ``mark``. Without rows return no bytes."""
     if not rows:
         return b""
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]

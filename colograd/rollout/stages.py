@@ -29,11 +29,12 @@ class RolloutSource(Protocol):
     ) -> Iterator[Group]:
         """Yield one `Group` of completions per prompt, in any order. A group usually has ``sampling.n`` completions.
 
-        The trainer closes the generator early if it needs no more groups. Then abort the unfinished prompts.
+        The trainer closes the generator early if it needs no more groups. Then the source must abort its
+        unfinished prompts.
 
         Args:
             version: optimizer step of the weights to generate with.
-            seed: the run's seed. The vLLM engine derives a prompt's seed from it, ``purpose`` and the position.
+            seed: the run's seed. The vLLM engine derives each prompt's seed from it, ``purpose`` and the position.
             purpose: `train`, or `eval` for an evaluation.
         """
 

@@ -14,7 +14,7 @@ from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 from ..runtime.registry import hooks
 
-# Prefixes of counts of a whole round. Each step of the round reports an equal part.
+# Prefixes of the names of counts of a whole round. Each step of the round reports an equal part of such a count.
 DIVIDED = ("tools/", "agent/", "carry_over/ages")
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
@@ -40,7 +40,7 @@ class RolloutStatistics:
         """Compute the statistics of groups. ``combine`` converts rewards [G, R] to totals [G]."""
         found = cls()
         for group in groups:
-            totals = combine(group.rewards.clone())  # An override may change the copy in place.
+            totals = combine(group.rewards.clone())  # An overridden `combine` may change this copy in place.
             for rollout in group.group.rollouts:
                 found.lengths.append(int(rollout.sampled.sum()))
                 found.ended.append(rollout.finish_reason is FinishReason.STOP)

@@ -5,7 +5,7 @@
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the optimizer steps
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
-Each round of sampling has a folder. In this folder each engine's first rank writes one file of groups. A resumed run
+Each round or evaluation has a folder. In this folder each engine's first rank writes one file of groups. A resumed run
 reads the groups that were sampled after its checkpoint, and needn't sample them again."""
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class RolloutStore:
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the log for a run that resumes at ``step``. Return messages for the console.
 
-        Rounds from ``step`` on that other settings made move to another folder, because this run's weights will
-        differ. The round at ``step`` itself stays if the changed settings don't affect its completions. Its groups are
-        scored again if reward functions have changed.
+        Rounds from ``step`` on that were recorded with other settings move to another folder, because this run's
+        weights will differ. The round at ``step`` stays if the changed settings don't affect its completions. If
+        reward functions have changed, its groups are scored again.
 
         Raises:
             JournalError: reward functions have changed, and ``rescore`` is False."""
@@ -130,7 +130,7 @@ class RolloutStore:
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
-        if REWARD_CODE not in found.settings:  # An old version recorded no digests.
+        if REWARD_CODE not in found.settings:  # An old version of Colograd recorded no digests of reward functions.
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
@@ -221,7 +221,7 @@ class RolloutStore:
         return file
 
     def lacks(self, problem: str) -> None:
-        """Report that the log lacks groups. Here nothing happens, because a run samples missing groups anew.
+        """Report that the log lacks data of a round. Here nothing happens, because a run samples the round anew.
 
         The subclass for replays raises ``problem`` as an error."""
 
@@ -237,7 +237,7 @@ class RolloutStore:
         return problem
 
     def _end(self, names: Collection[str]) -> None:
-        self._flusher.submit(self._flush).result()  # Files can be closed after this: no flush is queued or runs.
+        self._flusher.submit(self._flush).result()  # After this no flush is queued or runs, so files can be closed.
         for name in [*names]:
             self.open_files.pop(name).close()
         for beside in self._beside.values():

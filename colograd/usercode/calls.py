@@ -27,7 +27,7 @@ GRACE = 10.0  # Seconds after a call's time limit before the process ends or the
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    kind: str  # value, raised, late, died (the worker did) or dropped (no longer needed)
+    kind: str  # One of: value, raised, late, died (the worker), dropped (no longer needed).
     value: Any  # For value: the result. raised: (line, traceback). died: exit status.
     seconds: float
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})
@@ -106,7 +106,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Late(BaseException):
-    """Raised in a call that exceeds its time limit. It is no `Exception`, because user code may catch every one."""
+    """Raised in a call that exceeds its time limit. It is no `Exception`, because user code may catch all of these."""
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         print(problem, file=sys.stderr, flush=True)
         os._exit(1)
 
-    # While this thread starts another one, Python 3.11 would raise `Late` there. So the interrupt's timer starts last.
+    # Python 3.11 could raise `Late` while this thread starts a timer. So the timer that raises `Late` starts last.
     timers = [threading.Timer(seconds + GRACE, leave), threading.Timer(seconds, interrupt)]
     try:
         for timer in timers:

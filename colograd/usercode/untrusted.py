@@ -10,7 +10,7 @@ from typing import Any
 
 DEEPEST = 64  # Maximum depth of nested JSON. Templates, copies and pickles of deeper values may exceed Python's stack.
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep"
-# Maximum characters of a text per token of room. Longer texts count as too long without tokenising (4 s per megabyte).
+# A text with more characters per free token of the context is too long. Tokenising it takes 4 s per megabyte.
 CHARACTERS = 16
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
 # `own_copy` copies objects of classes in these modules and in PIL. Other objects, such as environments, are shared.
@@ -18,7 +18,7 @@ OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Parse JSON, and replace lone surrogates. Raise ValueError for invalid JSON, with ``finite`` also for NaN."""
+    """Parse JSON, and replace lone surrogates. Raise ValueError if invalid. ``finite``: also for NaN or infinity."""
     try:
         return clean(json.loads(text), finite)
     except RecursionError:

@@ -36,7 +36,7 @@ DROP_SECONDS = 1.0  # Seconds that a cancelled call may hold up other calls. The
 
 
 class WorkerCall(Future[Outcome]):
-    """A queued or running call. ``state`` is (key, pickled trainer state). A worker gets a state only once."""
+    """A queued or running call. ``state`` is (key, pickled trainer state). A worker gets each state once."""
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
@@ -198,4 +198,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(STOP_SECONDS)  # A worker still starting ends with its thread or this process.
+            thread.join(STOP_SECONDS)  # A worker that is still starting ends with its thread or this process.

@@ -26,7 +26,7 @@ from typing import Any
 # Colograd's folder. Tracebacks for users leave out leading frames of the files in `PLUMBING`.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Schedulers stop a job with these signals.
-PER_TOKEN = ("completion_ids", "completion_mask")  # Sent to workers as arrays or bytes, not as lists.
+PER_TOKEN = ("completion_ids", "completion_mask")  # Arguments that workers get as arrays or bytes, not as lists.
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 

@@ -1,5 +1,4 @@
-"""The curriculum: chooses the prompts of each round by a record of earlier rounds, which all ranks and checkpoints
-share."""
+"""The curriculum: chooses each round's prompts by the results of earlier rounds. All ranks record the same results."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
 class CurriculumOrder(StepOrder):
     """A `StepOrder` with a curriculum: it chooses a round's rows just before the round's first step."""
 
-    missing = "had no curriculum"  # Part of an error: why a checkpoint has no record.
+    missing = "had no curriculum"  # Part of an error: why a checkpoint has no record of a curriculum.
     settings: Curriculum
     round_steps: int
     pools: np.ndarray | None  # Each row's pool as an index into ``shares``, int [rows]. None: pools by pass rate.
@@ -90,7 +89,7 @@ class CurriculumOrder(StepOrder):
         }
 
     def rows_of(self, number: int) -> list[int]:
-        """Return a round's row indices, or [] for a round that the run's checkpoint already has."""
+        """Return a round's row indices, or [] for a round before the checkpoint that the run resumes from."""
         return [] if number < self.begun else self.choose(number)
 
     def choose(self, number: int) -> list[int]:
@@ -131,7 +130,7 @@ class CurriculumOrder(StepOrder):
         return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield (mask of rows, number of rows to draw) per pool. Rounding keeps the shares on average."""
+        """Yield (mask of rows, number of rows to draw) per pool. Random rounding keeps the shares on average."""
         shares = self.settings.shares
         if shares is None:
             return

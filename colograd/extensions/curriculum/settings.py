@@ -55,9 +55,9 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    pass_threshold: float = 1.0  # A completion passes from this combined reward on.
-    solved_at: float | None = 1.0  # A prompt is solved from this last pass rate on. None: never.
-    revisit_after: float = 1.0  # Epochs without draws of a solved prompt, if others are left.
+    pass_threshold: float = 1.0  # A completion passes with at least this combined reward.
+    solved_at: float | None = 1.0  # A prompt is solved if its last pass rate is at least this. None: never.
+    revisit_after: float = 1.0  # Epochs in which a solved prompt isn't drawn while others are left.
     column: str | None = None  # Dataset column with each row's pool. None: `LEVELS`.
     shares: Mapping[str, Schedule] | None = None
     difficulty: str | None = None

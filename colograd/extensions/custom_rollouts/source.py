@@ -71,12 +71,12 @@ class CustomRollouts:
 
     The function is ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
     The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (in nats), one list per completion. ``env_mask``
-    is optional (1: the model wrote the token, 0: the environment did). Reward functions get all other entries. A
-    sequence in one has a value per completion, and any other value applies to all completions."""
+    is optional (1: the model wrote the token, 0: the environment did). Reward functions get all other entries:
+    sequences with a value per completion, or single values for all completions."""
 
     engine: Engine
     function: Callable[[list[Any]], dict[str, Any]]
-    end_tokens: Collection[int | None]  # A completion with another last token counts as truncated.
+    end_tokens: Collection[int | None]  # A completion that ends with none of these tokens counts as truncated.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"

@@ -2,6 +2,6 @@
 
     TaskSpec -> HarnessBenchmark -> sitting.take (engine, Judge in workers) -> results.SuiteResult
 
-The harness has prompts, filters and metrics. This package samples all questions at once."""
+The harness provides prompts, filters and metrics. This package samples all questions at once."""
 
 HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "sitting:with_benchmarks"}

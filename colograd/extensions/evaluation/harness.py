@@ -25,8 +25,8 @@ from .specs import YAML, TaskSpec, check_harness
 GENERATE, SCORE = "generate_until", "loglikelihood"
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
-DEFAULT_TOKENS = 256  # The harness's default of a completion's maximum.
-FEWSHOT_SEED = 1234  # The harness's default for choosing examples.
+DEFAULT_TOKENS = 256  # The harness's default maximum of a completion's tokens.
+FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Request:
     instance: Any
     prompt: tuple[int, ...] = ()
     sampling: Sampling | None = None  # None: this request scores `parts`.
-    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # Pairs (context, continuation) of token ids.
 
     @property
     def tokens(self) -> int:
@@ -59,11 +59,11 @@ class Rules:
     tokenizer: Any
     context: int
     max_tokens: int | None = None
-    limits: bool = False  # Whether a task's maximum applies if it is below `max_tokens`.
+    limits: bool = False  # Whether a task's own maximum of tokens applies if it is below `max_tokens`.
     temperature: float | None = None
     top_p: float | None = None
     spread: float = 1.0  # Temperature for several completions per question, if the task samples greedily.
-    template: bool | None = None  # None: only sampled completions use the chat template.
+    template: bool | None = None  # None: tasks that sample use the chat template, if there is one.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()
 
@@ -73,7 +73,7 @@ class LoadedTask:
     name: str
     task: Any
     questions: tuple[Question, ...]
-    n: int | None  # Completions per question that are judged one by one. None: judged together.
+    n: int | None  # Completions per question that are judged one by one. None: all are judged together.
     cut: int
 
     @property
@@ -189,7 +189,7 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
         text = functools.partial(rules.tokenizer.apply_chat_template, tokenize=False, **ends, **rules.template_kwargs)
         try:
             return str(text(messages))
-        except jinja2.TemplateError:  # Many templates refuse a system message. The harness then leaves it out.
+        except jinja2.TemplateError:  # Many templates refuse a system message, so leave it out as the harness does.
             return str(text([message for message in messages if message["role"] != "system"]))
 
     options = {"apply_chat_template": template, "fewshot_as_multiturn": template}
@@ -279,5 +279,5 @@ def stops(kwargs: dict[str, Any]) -> list[str]:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model reasons first. Stop strings, which reasoning may contain, then only cut the answer."""
+    """Return whether the model reasons before its answer. If so, stop strings cut only the answer."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

@@ -41,7 +41,7 @@ class Judge:
 
     def __reduce__(self) -> Any:
         for name, module in [*sys.modules.items()]:
-            if name.startswith("/"):  # the harness names modules next to a task's YAML file by their path
+            if name.startswith("/"):  # A module next to a task's YAML file, named by its path. Workers can't import it.
                 cloudpickle.register_pickle_by_value(module)
         return _restored, (cloudpickle.dumps(self.task),)
 

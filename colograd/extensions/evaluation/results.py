@@ -42,9 +42,7 @@ class Answer:
 
     task: str
     row: int
-    verdicts: list[dict[Key, Any]] = field(
-        default_factory=list
-    )  # one per completion that is judged alone, or one for all
+    verdicts: list[dict[Key, Any]] = field(default_factory=list)  # One per completion judged alone, or one for all.
     tokens: int = 0
     cut_off: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)

@@ -26,7 +26,7 @@ from .judging import Judge
 from .results import Answer, SuiteResult, TaskResult
 from .specs import names_of
 
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # For scoring. vLLM has to sample one token.
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # Settings to score given tokens. vLLM has to sample one token.
 MOST_WORKERS = 8
 CHECK_SECONDS = 120.0
 

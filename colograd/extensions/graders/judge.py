@@ -117,7 +117,7 @@ class Judge:
             if found is not None and file is not None:
                 with contextlib.suppress(OSError):
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    part = file.with_name(f"{file.name}.{os.getpid()}")  # So others never read half a file.
+                    part = file.with_name(f"{file.name}.{os.getpid()}")  # So nobody reads half a file.
                     part.write_text(json.dumps({"reply": found}))
                     os.replace(part, file)
             if found is not None:

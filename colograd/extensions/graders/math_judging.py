@@ -1,4 +1,4 @@
-"""`judge`: compares mathematical answers with math-verify. Its time limits (SIGALRM) need a process's main thread."""
+"""`judge`: compares mathematical answers. math-verify's time limits (SIGALRM) need a process's main thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_ancho
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
 ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # Decimals to compare, as in math-verify and lighteval.
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
-MOST_DIGITS = 30  # Larger exponents aren't written out, as 1e5 is to 100000.
+MOST_DIGITS = 30  # Numbers with larger exponents aren't written out (1e5 as 100000).
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\{|\}")
 _JOINT = re.compile(r"(?:\s|\$|\\[()\[\]]|\\quad\b|,|;|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})+")
@@ -30,7 +30,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
-    # Solutions without ``$`` are read as LaTeX first. With words ("the answer is 42") they are first read as they are.
+    # Without ``$`` or a box, a formula is read as LaTeX first, a sentence ("the answer is 42") as plain text first.
     final = _answer_in(gold.rpartition("####")[2].strip())
     ways = [final]
     if not _ANCHOR.search(final):
@@ -62,7 +62,7 @@ def _shown(parsed: list[Any]) -> str:
 def _answer_in(text: str) -> str:
     r"""Return the last ``\boxed{}`` of a text, or the whole text, in a form that math-verify reads.
 
-    The last boxes are kept together if only commas or "and" join them. math-verify would also join corrections."""
+    The last boxes are kept together if only commas or "and" join them. math-verify would also keep corrected ones."""
     boxes: list[tuple[int, int, str]] = []
     opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):

@@ -49,8 +49,8 @@ def reasoning_accuracy_reward(
     """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
 
     Args:
-        reasoning_delimiters: texts that end the reasoning, by default ``</think>``. The first one of the list that
-            the completion has counts, at its last place."""
+        reasoning_delimiters: texts that end the reasoning, by default ``</think>``. The first one in the list that
+            the completion contains counts, where it occurs last."""
     answers: list[str | None] = []
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
@@ -76,7 +76,7 @@ def math_answer_reward(
 
 
 def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text`` (None: the reasoning doesn't end). After a crash or too long a time it is wrong."""
+    """Judge the answer in ``text`` (None: the reasoning doesn't end). After a crash or time-out it counts as wrong."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
     if text is None:
@@ -97,7 +97,7 @@ def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the judging process, and the thread that starts it. The process would end with this thread."""
+    """Return the judging process, and the thread that starts it. The process ends when this thread ends."""
     from .math_judging import judge
 
     return Worker([cloudpickle.dumps(judge)]), ThreadPoolExecutor(1, "colograd-mathematics")

@@ -1,6 +1,6 @@
 """Reward models: sequence classifiers with one output, in the trainer's process.
 
-The engine uses the same device, so scoring meanwhile would save no time, but large batches do."""
+Scoring while the engine generates would save no time, because both use the same device. Large batches save time."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
 class RewardModel(ModelReward):
     """A reward function that runs a model. The reward is the model's logit for prompt and completion.
 
-    Models of transformers give the logit at the last token that isn't their padding token, as in training. The chat
-    template writes conversations; plain texts are concatenated. As in TRL 1.16, no special tokens are added.
+    Models of transformers give the logit at the last token that isn't their padding token. The chat template writes
+    conversations; plain texts are concatenated. As in TRL 1.16, no special tokens are added.
 
     Args:
         model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.
         tokenizer: the tokenizer. None means the model's tokenizer.
-        config: the run's. Its ``model_init_kwargs`` apply, except `POLICY_KWARGS`."""
+        config: the run's configuration. Its ``model_init_kwargs`` apply, except `POLICY_KWARGS`."""
 
     def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
         shown = model if isinstance(model, str) else type(model).__name__
@@ -99,9 +99,7 @@ class RewardModel(ModelReward):
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """Return tensors [rows, longest row], padded on the right."""
         padding = self._padding
-        if (
-            padding is None
-        ):  # Classifiers read the last token that isn't padding, so no row may contain the padding token.
+        if padding is None:  # Choose a token that no row has: classifiers read the last token that isn't padding.
             used = {token for ids in rows["input_ids"] for token in ids}
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
