@@ -178,7 +178,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """Return a step's rollouts and groups, and about ``most_bytes`` of its completions."""
+    """Return a step's rollouts and groups, and at most about ``most_bytes`` of its completions."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
     prompts: list[Any] = []  # Each prompt once: a group's completions share it.
     places: dict[str, int] = {}
