@@ -26,7 +26,7 @@ SCRIPTS = (
     "completions.js", "groups.js", "advisor.js", "settings.js", "main.js",
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
-NAME = "report.html"  # The model card links to this name.
+NAME = "report.html"  # The model card links to a file of this name.
 
 # A page holds compressed steps of about so many bytes: ROLLOUT_BYTES of steps without completions, COMPLETION_BYTES of
 # steps with completions. Base64, in the page, adds a third.
