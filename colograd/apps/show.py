@@ -14,7 +14,7 @@ from ..extensions.recording.completions import CompletionRow, logged_steps, prin
 from ..extensions.recording.event_log import prompt_text
 from .report.samples import Samples
 
-MOST_BYTES = 2**28  # Groups of a step are left out if its completions take more bytes.
+MOST_BYTES = 2**28  # Maximum bytes of completions to take from a step. Groups beyond it are left out.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
         advantage, *rewards = (math.nan if value is None else value for value in numbers)
         rows.append(CompletionRow(
             step=step, position=entry["position"], prompt=entry["prompt"], text="".join(entry["tokens"]).encode(),
-            prompt_tokens=0,  # The table doesn't show it.
+            prompt_tokens=0,  # The table doesn't show this number.
             completion_tokens=entry["length"], finish_reason=entry["finish"], rewards=tuple(rewards),
             advantage=advantage, extra=entry["extra"],
         ))  # fmt: skip

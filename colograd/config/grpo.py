@@ -106,7 +106,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
     """Which of Liger's kernels are used, such as `{rope: false}`; default: all for the model."""
 
     def __post_init__(self) -> None:
-        self.__dict__.setdefault("notes", [])  # A subclass that is a dataclass has another `__init__`, without `notes`.
+        self.__dict__.setdefault("notes", [])  # The `__init__` of a subclass that is a dataclass sets no `notes`.
         self._check_trl()
         for old, present in RENAMED.items():
             if (value := getattr(self, old)) is not None:
@@ -115,7 +115,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
                 setattr(self, present, value)
                 self.notes.append(f"config: `{old}` is the old name of `{present}`")
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # transformers may replace None (unset) by False.
+        checkpoints: Any = self.gradient_checkpointing  # Kept, because transformers may replace None (unset) by False.
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse names of Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # The value of `bf16` depends on the policy's dtype, known later.
@@ -136,7 +136,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
         elif attempt() and torch.cuda.is_available():
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
-        # transformers would read None as true, because its log level is ERROR.
+        # transformers would replace None (unset) by true, because its log level is ERROR.
         self.disable_tqdm: bool = bool(self.disable_tqdm)
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast

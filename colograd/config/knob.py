@@ -50,7 +50,7 @@ class Rules:
         if low is None:
             return
         inside = isinstance(value, int | float) and value >= low and value != self.above
-        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN is never inside.
+        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN is out of bounds.
             must_be = f"{'above' if self.at_least is None else 'at least'} {low:g}"
             if high is not None:
                 begin, end = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"

@@ -23,7 +23,7 @@ CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
 
 def default_dtype(optim: str) -> str:
-    """Return the policy's dtype if the user sets none: TRL's `float32` for optimizers without a float32 master."""
+    """Return the dtype if the user sets none: bfloat16 for optimizers with a float32 master, else TRL's float32."""
     return "bfloat16" if optim in ("auto", *KEEPS_MASTER) else "float32"
 
 
@@ -121,5 +121,5 @@ class PolicyKnobs(TrainingArguments):
         check_conflicts(self, about="optim")
         self.bf16: bool | None = (
             self.bf16 is not False and dtype == torch.float32
-        )  # `bf16` unset (None) means autocast.
+        )  # With `bf16` unset (None), a float32 policy runs under autocast.
         self.mixed_precision = "bf16" if self.bf16 else "no"

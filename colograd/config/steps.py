@@ -125,8 +125,7 @@ class StepKnobs(TrainingArguments):
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
         )
-        # Maximum of tools' environments per rank: one per completion of TRL's generation, and one per completion
-        # of a group at least.
+        # Maximum tool environments per rank: the completions of TRL's generation, or of a group if it has more.
         self.environments_at_once = max(in_trl, group)
         self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
         self.gradient_accumulation_steps: int = 1

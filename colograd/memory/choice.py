@@ -61,9 +61,9 @@ def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
 
 
 def auto(run: RunDescription) -> str:
-    """Return the least sharded strategy that fits and leaves an ample KV cache, if the plan chooses the cache's size.
+    """Return the least sharded strategy that fits. If the plan chooses the KV cache's size, an ample cache must fit.
 
-    If there is none, return the strategy that leaves most room.
+    If no strategy fits, return the one that leaves most room.
     """
     if run.devices.ranks == 1:
         return run.strategies[0]
@@ -76,9 +76,9 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first n of ``able`` for a run that fits if every n-th layer is checkpointed (0: no layer).
+    """Return the first n of ``able`` with which the run fits. Every n-th layer is checkpointed then (0: no layer).
 
-    If the run doesn't fit with any, return the last of ``able``.
+    If the run fits with no n, return the last of ``able``.
     """
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:

@@ -150,15 +150,15 @@ class RunDescription(Workload):
     reference: int = 0
     teacher: int = 0
     kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means not set.
-    overruled: bool = False  # Whether the user sets the engine's fraction of memory, or its number of blocks.
+    overruled: bool = False  # Whether the user sets the engine's fraction of memory, or the KV cache's blocks.
     share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means not set.
     strategies: tuple[str, ...] = STRATEGIES
-    # Number of ranks per engine -> sharding strategies that the run could use with it, in ascending order.
+    # Larger number of ranks per engine -> sharding strategies that the run could use then, the least sharded first.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     samples: bool = True
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
     can_share_rows: bool = False  # Whether model and settings allow sequence parallelism.
-    # Objects of the seam "activations", with a method ``bytes(tokens, lengths, itemsize, checkpointing)``.
+    # Further activations (seam "activations"): objects with ``bytes(tokens, lengths, itemsize, checkpointing)``.
     further: tuple[Any, ...] = ()
 
     @property
@@ -174,7 +174,7 @@ class RunDescription(Workload):
 
     @property
     def longest_rows(self) -> list[int]:
-        """Tokens of micro-batches to plan with, in descending order. Each holds the longest sequence."""
+        """Tokens of micro-batches to plan with, in descending order. Each number is at least the longest sequence's."""
         if self.tokens:
             return [max(self.tokens, self.length)]
         sizes = [max(PLANNED_TOKENS * self.ranks_per_sequence, self.length)]

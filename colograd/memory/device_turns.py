@@ -34,7 +34,7 @@ class DeviceTurns:
             for name in DEVICE_ONLY
             if getattr(config, name) not in (False, "none") and config.on_cpu
         ]
-        self._return_to_policy()  # Before the first sampling, training may measure the memory that it has.
+        self._return_to_policy()  # Training may measure its memory before the first sampling.
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:

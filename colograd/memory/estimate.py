@@ -46,8 +46,8 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         return sizes.gradient_itemsize * (elements + elements // parts) if parts > 1 else 0
 
     if strategy == "fsdp":
-        # One block (layer, head or embedding) at a time is gathered. Measured: 13 to 15.5 bytes per bfloat16 element.
-        # Planned: 16 bytes, the bound in tests/extensions/fsdp/test_fsdp.py.
+        # FSDP gathers blocks (a layer, head or embedding). A bfloat16 block was measured to take 13 to 15.5 bytes per
+        # element. It is planned with 16 bytes, the bound in tests/extensions/fsdp/test_fsdp.py.
         block = (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * max(sizes.block, sizes.largest)
         exchange = block + (0 if run.reshard else sizes.itemsize * (sizes.elements - sizes.rest))
         if run.offloads_parts:

@@ -20,7 +20,7 @@ FLASH_ROWS, FLASH_HEAD_STEP = 128, 32  # Flash attention's backward pads rows an
 
 SCORE = 8  # Bytes kept per soft-capped attention score: tanh, softmax in float32, and softmax in the row's dtype.
 
-# Model type -> tensors that its MLPs keep, if not four. gpt-oss clamps the gate, and multiplies it by its sigmoid.
+# Model type -> number of tensors that an MLP keeps, if not 4. gpt-oss clamps the gate, and multiplies by its sigmoid.
 GATED = {"gpt_oss": 7}
 
 # Model type -> norms per layer, if more than two: before and after attention, and before and after the MLP.
@@ -90,7 +90,7 @@ class Shape:
 
 
 class CopiedKeys(NamedTuple):
-    """Keys and scores that attention holds, as factors per token of a row."""
+    """Numbers of keys and attention scores in memory, per token of a row."""
 
     kept: float = 0.0  # Copied keys that every layer keeps for the backward.
     inside: float = 1.0  # Keys, with copies, in memory while one layer's attention runs.
@@ -211,7 +211,7 @@ def activation_bytes(
         joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
     )
     if device == "cuda":
-        # Flash attention's backward sums queries' gradients in float32. It has keys' gradients per query head.
+        # Flash attention's backward sums queries' gradients in float32. It has keys' gradients for each query head.
         spread = 0 if shape.keys == shape.queries else itemsize * joined * 2 * shape.queries
         widened = -(-shape.head // FLASH_HEAD_STEP) * FLASH_HEAD_STEP / max(shape.head, 1)
         attention += 4 * shape.queries * widened * (1 + copied.padding) + spread
@@ -229,7 +229,7 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Count ``sequences`` sequences of ``length`` tokens, as if no layer had a window."""
+        """Compute the bytes for ``sequences`` sequences of ``length`` tokens, as if no layer had a window."""
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM reserves one block. The last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

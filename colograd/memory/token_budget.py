@@ -124,7 +124,7 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Pack a step's groups into new rows, and count none as trained. Copy per-token values that all old rows have."""
+    """Pack a step's groups into new rows, and count no row as trained. Copy per-token values that all old rows have."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):
         recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]

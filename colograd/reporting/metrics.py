@@ -50,7 +50,7 @@ class Metrics:
 
 
 def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
-    """Convert numbers and () tensors to floats, with one copy to the host per device."""
+    """Convert numbers and one-element tensors to floats, with one copy to the host per device."""
     result: list[Any] = list(values)
     places: dict[torch.device, list[int]] = defaultdict(list)
     for place, value in enumerate(result):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])/(?!/)[^\s'\",;:]+")
-# Access tokens and keys that a command line or a recipe may contain.
+# Names of access tokens and keys that a command line or a recipe may contain.
 _KEYS = r"(?:hub_token|hf_token|access_token|auth_token|api_key|password|secret)"
 _SECRET = re.compile(
     rf"(--[\w-]*{_KEYS}(?:=|[ \t]+)|\b\w*{_KEYS}[\"']?[ \t]*[:=][ \t]*)(?!null\b|None\b|--)[^\s,}}\]]+|\bhf_\w{{16,}}",

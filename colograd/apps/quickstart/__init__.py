@@ -17,6 +17,6 @@ def output_folder(task: str, model: str) -> Path:
     parser.add_argument("--output", type=Path, default=default, metavar="DIR", help="the model folder to make")
     output: Path = parser.parse_args().output
     os.environ["TQDM_DISABLE"] = "1"  # tqdm reads TQDM_DISABLE when it is imported.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Else deepspeed prints how it looks for a GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Without DS_ACCELERATOR deepspeed prints how it looks for a GPU.
     process.quiet_logs(False)
     return output

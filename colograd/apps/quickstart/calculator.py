@@ -40,7 +40,7 @@ def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
     none of them correctly.
 
     Args:
-        examples: solved products, with tool calls, before each question. With 2 examples the untrained model
+        examples: number of solved products, with tool calls, before each question. With 2 examples the untrained model
             calls the tool in half of its completions.
     """
     from datasets import Dataset
@@ -63,5 +63,5 @@ def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
-    """Make a message with all keys, because a column of a dataset has one type."""
+    """Make a message with all keys, because all messages in a dataset's column have the same keys."""
     return {"role": role, "content": content, "name": None, "tool_calls": None}

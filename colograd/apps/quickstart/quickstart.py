@@ -40,7 +40,7 @@ def convert_model(output: Path) -> Path:
     with contextlib.ExitStack() as stack:
         handle = os.open(output.parent, os.O_RDONLY)
         stack.callback(os.close, handle)
-        fcntl.flock(handle, fcntl.LOCK_EX)  # The kernel frees the lock when a process dies.
+        fcntl.flock(handle, fcntl.LOCK_EX)
         if _is_complete(output):  # Another process made the folder while this process waited for the lock.
             return output
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -93,7 +93,7 @@ def _write_model(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     ).to(torch.bfloat16)
-    # In the GGUF file this name is the base model's training data.
+    # In the GGUF file the model's name is wrong: the name of its training data.
     model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     model.config.rms_norm_eps = 1e-5  # The GGUF file has 1e-5 rounded to float32.
     for config in (model.config, model.generation_config):
@@ -101,7 +101,7 @@ def _write_model(source: Path, folder: Path) -> None:
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # safetensors writes a file that only its owner may read.
+    # safetensors writes a file that only its owner may read, so allow other users to read it.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 

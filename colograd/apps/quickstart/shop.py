@@ -92,7 +92,7 @@ def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
         call: Any = reply.tool_calls[0]
         try:
             result = TOOLS[call.function.name](**json.loads(call.function.arguments))
-        except Exception as error:  # The model may write any arguments.
+        except Exception as error:  # A tool may raise any error, because the model writes its arguments.
             result = f"error: {type(error).__name__}"
         if call.function.name == "price" and not found and result == price(row["item"]):
             found, reward = result, 0.2

@@ -117,7 +117,7 @@ def _shown(figures: Mapping[str, float]) -> str:
 class ReplaySampler(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Only the first rank of an engine reads recorded groups, because it recorded the groups of all its ranks.
+        # Only an engine's first rank reads recorded groups, because it recorded the groups of all the engine's ranks.
         self.on_leader = lambda draw, others: others if self.config.layout.engine_place else draw()
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
@@ -167,7 +167,7 @@ class Replayer(GRPOTrainer):
         with on_all_ranks("the journal"):
             recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
-            functions = as_list(reward_funcs)  # Reward functions of tool environments are added later.
+            functions = as_list(reward_funcs)  # Without those of tool environments, which are added later.
             rewards = [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
             if 0 < args.max_steps < replay.last:
                 raise ValueError(
@@ -181,7 +181,7 @@ class Replayer(GRPOTrainer):
         self._recorded_figures: dict[int, dict[str, float]] = {}
         for folder in self.rounds.rounds().values():
             self._recorded_figures |= read_figures(folder)
-        self._apart: list[dict[str, float]] = []  # Per step: absolute differences from the recorded figures.
+        self._apart: list[dict[str, float]] = []  # Per step: differences from the recorded loss and gradient norm.
 
     sampler_class = ReplaySampler
 

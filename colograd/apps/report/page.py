@@ -26,7 +26,7 @@ SCRIPTS = (
     "completions.js", "groups.js", "advisor.js", "settings.js", "main.js",
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
-NAME = "report.html"  # The model card links to this name.
+NAME = "report.html"  # The model card links to a file of this name.
 
 # A page holds compressed steps of about so many bytes: ROLLOUT_BYTES of steps without completions, COMPLETION_BYTES of
 # steps with completions. Base64, in the page, adds a third.
@@ -178,7 +178,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """Return a step's rollouts and groups, and about ``most_bytes`` of its completions."""
+    """Return a step's rollouts and groups, and at most about ``most_bytes`` of its completions."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
     prompts: list[Any] = []  # Each prompt once: a group's completions share it.
     places: dict[str, int] = {}

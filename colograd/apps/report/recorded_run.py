@@ -67,7 +67,7 @@ class RecordedRun:
         self.starts: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
-        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Step -> rank -> compressed event.
+        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Step -> rank -> compressed event `rollout`.
         self.spreads: dict[int, dict[str, Any]] = {}
         self.groups: dict[int, np.ndarray] = {}  # Step -> rows with the columns of `NO_GROUPS`.
         self.prompts: dict[str, int] = {}  # Key of a prompt -> its index, in order of appearance.
@@ -185,7 +185,7 @@ class RecordedRun:
     def _refresh_state(self) -> bool:
         """Read `log_history` from the run's trainer_state.json, or from its newest readable checkpoint's.
 
-        Return False if nothing has changed since the last call.
+        Return whether there was a new history.
         """
         names = [STATE]
         with contextlib.suppress(OSError):

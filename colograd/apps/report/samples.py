@@ -62,7 +62,7 @@ class Samples:
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """Return the completions of whole groups, and the number of omitted completions.
 
-        Groups are added while all together have at most about ``most_bytes``. The first is added at any size.
+        A group is added if all together then have at most about ``most_bytes``. The first is added at any size.
         """
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):
@@ -136,7 +136,7 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
         "cut": True if entry.get("cut") is True else None,
     }
     return {
-        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # `tokens` has the text.
+        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # `text` is empty, as `tokens` has it.
         "key": text(entry.get("key"), 64),
         "tokens": [text(token, 200) for token in tokens],
         **{name: value for name, value in optional.items() if value is not None},
@@ -167,7 +167,7 @@ def _prompt(value: Any) -> Any:
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
-    """Return the model's answers in an agent's session. ``after`` is the index of the answer that one continues."""
+    """Return the model's answers in an agent's session. ``after``: index of the answer that this answer continues."""
     found: list[dict[str, Any]] = []
     for turn in map(mapping, items(value)[:MOST_TURNS]):
         after = whole(turn.get("after"))
