@@ -253,7 +253,7 @@ class GRPOTrainer(TrainerBase):
             resume_from_checkpoint: a checkpoint's folder. ``"auto"`` resumes from the run's last complete checkpoint,
                 if there is one. False starts from the model. None takes the value from the configuration.
         """
-        watchdog.set_limit(self.args.rank_timeout)  # A previous trainer in this process may have set a different limit.
+        watchdog.set_limit(self.args.rank_timeout)  # An earlier trainer may have set another `rank_timeout`.
         # A previous call of `train` may have failed in the middle of a step.
         self.learner.pending = []
         self.sharding.discard()
@@ -261,7 +261,7 @@ class GRPOTrainer(TrainerBase):
         self.round.forget()
         self.sampler.take_counts()
         if self.engine is not None:
-            self.engine.invalidate()  # At an equal step, two calls of `train` may have different weights.
+            self.engine.invalidate()  # The engine may have weights of the same step number from an earlier `train`.
         with self.recorder.run():
             checkpoint, finished = self._begin_training(resume_from_checkpoint)
             if finished is not None:

@@ -90,7 +90,7 @@ def step_batch(
         "train/micro_batches": float(micro_batches),
         "train/moved_groups": float(moved),
         "train/sampled_tokens": float(sum(sampled.lengths)),
-        # TRL's `num_tokens`: tokens of prompts and completions.
+        # Tokens of prompts and completions. Their sum over steps is TRL's metric `num_tokens`.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
     return StepBatch(rows, in_loss, completions, metrics, tuple(groups), counted=counted)

@@ -1,4 +1,4 @@
-"""`SeamTrainer`: the base class of `GRPOTrainer`, which overrides methods of `transformers.Trainer`."""
+"""`SeamTrainer`, the base class of `GRPOTrainer`: it overrides methods of `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class SeamTrainer(Trainer):
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "", as this rank has no whole model
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "": no rank has the whole model
             problem = self.journal.begin(self.state.global_step, digest, evaluation) if self.journal else ""
         self.console.warn_of_all(gather(problem))
 
@@ -299,7 +299,7 @@ class SeamTrainer(Trainer):
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # A file has one of several tied tensors.
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # Of tied tensors a file has only one.
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
                 f"The checkpoint lacks {len(lacking)} of the policy's parameters, e.g. {', '.join(lacking[:3])}: use a "

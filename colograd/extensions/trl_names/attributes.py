@@ -107,7 +107,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     **{name: operator.attrgetter(f"args.{name}") for name in OF_ARGUMENTS},
     **dict.fromkeys(("chat_template", "continuous_batching_config", "pad_to_multiple_of"), lambda trainer: None),
     "use_transformers_continuous_batching": lambda trainer: False,
-    # None with an adapter: the reference is then the policy with other weights.
+    # None in a run with an adapter, where the reference is the policy with other weights.
     "ref_model": lambda trainer: (
         reference.model
         if isinstance(reference := trainer.learner.second_models.get("ref_logprobs"), FrozenModel)
