@@ -150,7 +150,7 @@ class RowRider:
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the rider for a part of the row: tokens ``tokens``, and labels of the indices ``labels`` (on the CPU)."""
+        """Return the rider for a part of the row: its ``tokens``, and the labels of indices ``labels`` (on the CPU)."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:

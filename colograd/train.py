@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run(trainer)
-    except KeyboardInterrupt:  # A second Ctrl-C, or one outside the training. The training's first only requests a stop.
+    except KeyboardInterrupt:  # The training's second Ctrl-C, or one outside of it. The first requests a stop.
         if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)

@@ -95,7 +95,7 @@ class SeamTrainer(Trainer):
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self._unlogged: list[dict[str, float]] = []  # Metrics of the steps since the last log with a loss.
+        self._unlogged: list[dict[str, float]] = []  # One dict of metrics per step since the last log with a loss.
         self._gathered: dict[str, torch.Tensor] | None = None
         self.checkpointer = self.make_checkpointer()
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()

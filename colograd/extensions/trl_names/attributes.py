@@ -45,7 +45,7 @@ DIFFERENT = {
     "generation_kwargs": "Only the configuration's; TRL's without vLLM have every sampling setting",
 }
 
-# Methods of TRL's and transformers' trainers that Colograd never calls, with the method to override instead.
+# Methods of TRL's and transformers' trainers that Colograd never calls -> method or methods to override instead.
 GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
 EVALUATE, DATA = "evaluate", "get_train_dataloader"
 HOOKS = {
