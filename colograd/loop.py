@@ -41,13 +41,13 @@ class Loop:
         length = args.round_length
         self._prepare()
         self._tell("on_train_begin")
-        learner.measure_budget()  # Measure after `_prepare`, which makes the optimizer.
+        learner.measure_budget()  # The token budget is measured after `_prepare`, which makes the optimizer.
         if args.eval_on_start:
             self._evaluate(at_start=True)
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # After `_prepare`, which changes the random state.
+                trainer._load_rng_state(self.checkpoint)  # Load the random state after `_prepare`, which changes it.
             self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)

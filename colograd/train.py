@@ -59,7 +59,7 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         first = f"colograd {__version__}: loading the libraries"
         shown = os.environ.get("RANK", "0") == "0"
 
-        def stage() -> str:  # "" until the watchdog is imported
+        def stage() -> str:  # Returns "" until the watchdog is imported.
             at = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
             return "" if at is None else str(at())
 

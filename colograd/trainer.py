@@ -241,8 +241,6 @@ class GRPOTrainer(TrainerBase):
         texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skips)
         return texts
 
-    # -- Training
-
     @ends_together("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train like `transformers.Trainer.train`. Ctrl-C or a signal (`stop_signals`) ends the training, with a
@@ -297,8 +295,6 @@ class GRPOTrainer(TrainerBase):
             self.journal.note_beside(lambda folder: add_step(folder / FIGURES, step, figures))
         self.console.step(self.state.global_step, self.state.max_steps, metrics)
         self.recorder.step(metrics)
-
-    # -- Closing
 
     def close(self) -> None:
         """Free the vLLM engine and the trainer's memory, so that this process can make a new trainer."""

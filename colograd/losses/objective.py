@@ -166,7 +166,7 @@ class Objective:
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
             threshold: float | torch.Tensor | None = batch.step_constants.threshold
-            if threshold is None:  # None: this row is the whole step.
+            if threshold is None:  # No threshold: this row is the whole step.
                 counted = entropy.detach().float().where(batch.loss_mask > 0, torch.nan)
                 threshold = counted.nanquantile(1 - self.top_entropy_quantile)
             chosen = chosen * (entropy.detach() >= threshold).to(batch.loss_mask.dtype)

@@ -303,7 +303,7 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
         if "remainder" in state and not (splits and parameter.dtype == torch.bfloat16)
     ]
     for parameter in saved_split:
-        remainder = optimizer.state[parameter].pop("remainder")  # cast to int16 below: torch may have made it float32
+        remainder = optimizer.state[parameter].pop("remainder")  # torch may load remainders as float32, so cast below
         if parameter.dtype == torch.float32:
             parameter.copy_(join_master(parameter.bfloat16(), remainder.to(torch.int16)))
     if not saved_split or splits:

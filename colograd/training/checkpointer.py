@@ -191,7 +191,7 @@ class Checkpointer(TrainerCallback):
         """Save the last finished step, if it has no checkpoint and a run can resume from it. A collective."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
-        saves_no_state = type(trainer.round).save is PlainRound.save  # a cut leaves other rounds' state incomplete
+        saves_no_state = type(trainer.round).save is PlainRound.save  # a cut round's state (if any) is incomplete
         is_new = step > self._newest and not trainer.learner.pending and saves_no_state
         trainer.console.warn(
             f"{name}: the round was cut, as its time is over; the rollout log, unless it is off, has its scored groups"
@@ -313,7 +313,7 @@ class Checkpointer(TrainerCallback):
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
                 states = state.stateful_callbacks[name := type(callback).__name__]
-                if isinstance(states, list):  # transformers keeps a list for several callbacks of one class
+                if isinstance(states, list):  # the list has the states of several callbacks of one class
                     states.append(callback.state())
                 else:
                     state.stateful_callbacks[name] = callback.state()

@@ -230,7 +230,7 @@ class SeamTrainer(Trainer):
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "": no rank has the whole model
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # no digest: no rank has a whole model
             problem = self.journal.begin(self.state.global_step, digest, evaluation) if self.journal else ""
         self.console.warn_of_all(gather(problem))
 
@@ -330,7 +330,7 @@ class SeamTrainer(Trainer):
 
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
         try:
-            super().init_hf_repo(token, **options)  # transformers >= 5.24 passes `private`
+            super().init_hf_repo(token, **options)  # with transformers >= 5.24 `options` has `private`
         except (OSError, ValueError, HTTPError) as error:
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -85,7 +85,7 @@ def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction],
 
 
 def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> Iterator[str]:
-    if hasattr(prompts, "metric_names"):  # only a benchmark has this method
+    if hasattr(prompts, "metric_names"):  # only a benchmark's prompts have `metric_names`
         yield from prompts.metric_names()
         return
     yield from NAMES if rewards else NAMES[3:]

@@ -69,7 +69,7 @@ class SeededSpeculation(RejectionSampler):
             if sampling_metadata.all_greedy:
                 sampled = [greedy[row] for row in rows]
             else:
-                own = sampling_metadata.generators  # index of the request -> generator
+                own = sampling_metadata.generators  # index of the request -> its random number generator
                 generators = {row: own[request] for row, request in enumerate(alive) if request in own}
                 sampled = self.sampler.topk_topp_sampler(logits[rows], generators, None, None)[0].tolist()
                 if greedy is not None:
