@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
 OWN = {"GRPOConfig": "config", "GRPOTrainer": "trainer"}  # Imported on first use, so `import colograd` is fast.
-# Names that a script written for TRL imports from TRL.
+# Names that `colograd` takes from TRL, for scripts written for TRL.
 OF_TRL = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config")
 # Former import path -> present one. Recipes, model cards and notebooks may name the former paths.
 MOVED = {
@@ -41,8 +41,8 @@ MOVED = {
 }
 
 process.prepare_threads()
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # Silent unless the user sets up logging.
-sys.meta_path.insert(0, MovedModules(MOVED))  # First, or a moved folder's modules would be loaded twice.
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # Log nothing unless the user sets up logging.
+sys.meta_path.insert(0, MovedModules(MOVED))  # First, or Python's own finders would load moved modules again.
 
 if TYPE_CHECKING:
     from .config import GRPOConfig
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in OWN:
         return getattr(importlib.import_module(f".{OWN[name]}", __name__), name)
-    if name == "get_kbit_device_map":  # Own function, because some versions of TRL lack it.
+    if name == "get_kbit_device_map":  # Some versions of TRL lack `get_kbit_device_map`.
         return lambda: {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if name in OF_TRL:
         return getattr(importlib.import_module("trl"), name)

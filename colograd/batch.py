@@ -219,7 +219,7 @@ class SampledStep:
     sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, trained or not. Metrics and logs count them.
 
 
-# Not frozen: with a frozen dataclass as argument, torch 2.11 recompiles a layer for each new value of a field.
+# Not frozen: torch 2.11 recompiles a layer for each new field value of an argument that is a frozen dataclass.
 @dataclass(unsafe_hash=True, slots=True)
 class SegmentLayout:
     """The segments (prompts and completions) of a packed row, and the earlier segments that each segment attends to.
@@ -259,7 +259,7 @@ class SegmentLayout:
 class StepConstants:
     """Values of the whole optimizer step that some terms of a micro-batch's loss need.
 
-    A value is None if the loss needs none, or if one micro-batch is the whole step and has the value."""
+    None means that the loss doesn't need the value, or computes it from a micro-batch that is the whole step."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
     denominator: float = 1.0  # Number that divides the step's loss sum.
@@ -356,14 +356,14 @@ class StepBatch:
 
     A step of one group with completions of 2 and 4 tokens, on one rank, has num_loss_tokens = 6, num_sequences = 2."""
 
-    rows: tuple[PackedRow, ...]  # Rows, one per micro-batch, [M]. M is equal on ranks that run their forwards in step.
-    num_loss_tokens: int  # Number of tokens in the loss on all ranks. Groups without a row count, too.
-    num_sequences: int  # Number of completions on all ranks. Groups without a row count, too.
+    rows: tuple[PackedRow, ...]  # Rows, one per micro-batch, [M]. M is equal on ranks that exchange data in backwards.
+    num_loss_tokens: int  # Number of tokens in the loss on all ranks, in groups without a row, too.
+    num_sequences: int  # Number of completions on all ranks, in groups without a row, too.
     metrics: dict[str, float]  # Metrics known before training, reduced over ranks.
     groups: tuple[ScoredGroup, ...]  # Groups in the rows, to pack the rows anew if the token budget shrinks.
     version: int = 0  # Number of optimizer steps done before this step.
     counted: bool = True  # Whether sums over ranks include these rows. False: another rank has the same rows.
-    trained: int = 0  # Number of first rows that were trained while the engine was still sampling.
+    trained: int = 0  # Number of rows, from the first, that were trained while the engine still sampled.
     trained_metrics: Any = None  # `Metrics` of the first `trained` rows.
 
 

@@ -26,7 +26,7 @@ from .training.transformers_seam import DRIVEN_BY_METRICS
 class Loop:
     """The training loop of one call of `GRPOTrainer.train`.
 
-    Methods of `transformers.Trainer` read the trainer's attributes with a leading underscore."""
+    The loop sets the trainer's attributes with a leading underscore for methods of `transformers.Trainer`."""
 
     def __init__(self, trainer: Any, checkpoint: str | None, ignore_keys: list[str] | None) -> None:
         self.trainer, self.args = trainer, trainer.args
@@ -41,13 +41,13 @@ class Loop:
         length = args.round_length
         self._prepare()
         self._tell("on_train_begin")
-        learner.measure_budget()  # After `_prepare`, which makes the optimizer.
+        learner.measure_budget()  # The token budget is measured after `_prepare`, which makes the optimizer.
         if args.eval_on_start:
             self._evaluate(at_start=True)
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # Here, because `_prepare` changes the random state.
+                trainer._load_rng_state(self.checkpoint)  # Load the random state after `_prepare`, which changes it.
             self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)
@@ -75,7 +75,7 @@ class Loop:
             self._log_evaluate_save()
             if trainer.control.should_training_stop:
                 break
-        trainer.checkpointer.settle(wait=True)  # `_finalize_training` reads and deletes checkpoints.
+        trainer.checkpointer.settle(wait=True)  # Wait for saves: `_finalize_training` reads and deletes checkpoints.
         return trainer._finalize_training(None, self.samples, self.started)
 
     def _prepare(self) -> None:

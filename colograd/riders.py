@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Segment(NamedTuple):
     """A part of a completion: consecutive tokens that attend to the same earlier tokens outside of the part."""
 
-    context: int  # Number of tokens outside of the part that it attends to, prompt included.
-    length: int  # Number of tokens of the part.
+    context: int  # Number of earlier tokens that the part attends to, prompt included.
+    length: int  # Number of the part's tokens.
     ends: bool = True  # Whether a sequence ends with this part.
 
 
@@ -39,7 +39,7 @@ class Rider:
         return {}, {}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the completion's parts in order, or (). `RowRider.applied` lays out the parts in a packed row."""
+        """Return the completion's parts in order, or () for one part. `RowRider.applied` lays out parts in a row."""
         return ()
 
     @classmethod
@@ -150,7 +150,7 @@ class RowRider:
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the rider for a part of the row: a slice of its tokens, and the indices ``labels`` (on the CPU)."""
+        """Return the rider for a part of the row: its ``tokens``, and the labels of indices ``labels`` (on the CPU)."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:

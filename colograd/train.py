@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run(trainer)
-    except KeyboardInterrupt:  # The first Ctrl-C during the training only requests a checkpoint and a stop.
+    except KeyboardInterrupt:  # The training's second Ctrl-C, or one outside of it. The first requests a stop.
         if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)
@@ -59,7 +59,7 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         first = f"colograd {__version__}: loading the libraries"
         shown = os.environ.get("RANK", "0") == "0"
 
-        def stage() -> str:  # empty until the watchdog is imported
+        def stage() -> str:  # Returns "" until the watchdog is imported.
             at = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
             return "" if at is None else str(at())
 

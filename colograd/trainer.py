@@ -241,8 +241,6 @@ class GRPOTrainer(TrainerBase):
         texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skips)
         return texts
 
-    # -- Training
-
     @ends_together("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train like `transformers.Trainer.train`. Ctrl-C or a signal (`stop_signals`) ends the training, with a
@@ -253,7 +251,7 @@ class GRPOTrainer(TrainerBase):
             resume_from_checkpoint: a checkpoint's folder. ``"auto"`` resumes from the run's last complete checkpoint,
                 if there is one. False starts from the model. None takes the value from the configuration.
         """
-        watchdog.set_limit(self.args.rank_timeout)  # A previous trainer in this process may have set a different limit.
+        watchdog.set_limit(self.args.rank_timeout)  # An earlier trainer may have set another `rank_timeout`.
         # A previous call of `train` may have failed in the middle of a step.
         self.learner.pending = []
         self.sharding.discard()
@@ -261,7 +259,7 @@ class GRPOTrainer(TrainerBase):
         self.round.forget()
         self.sampler.take_counts()
         if self.engine is not None:
-            self.engine.invalidate()  # At an equal step, two calls of `train` may have different weights.
+            self.engine.invalidate()  # The engine may have weights of the same step number from an earlier `train`.
         with self.recorder.run():
             checkpoint, finished = self._begin_training(resume_from_checkpoint)
             if finished is not None:
@@ -297,8 +295,6 @@ class GRPOTrainer(TrainerBase):
             self.journal.note_beside(lambda folder: add_step(folder / FIGURES, step, figures))
         self.console.step(self.state.global_step, self.state.max_steps, metrics)
         self.recorder.step(metrics)
-
-    # -- Closing
 
     def close(self) -> None:
         """Free the vLLM engine and the trainer's memory, so that this process can make a new trainer."""

@@ -1,4 +1,4 @@
-"""The list of extensions: features outside the core, one folder or file each. It can be deleted; its line may stay.
+"""The list of extensions: features outside the core. Each folder or file can be deleted, and its line here may stay.
 
 The core calls `runtime.registry.hooks` with the name of a seam (a place that extensions can extend). An extension's
 ``HOOKS``, in its `__init__.py` or file, maps seams to "module:attribute", or to ":attribute" of the module itself.
@@ -6,7 +6,7 @@ The core calls `runtime.registry.hooks` with the name of a seam (a place that ex
 
 # If several extensions have a hook at one seam, the hooks run in the order of these names.
 EXTENSIONS = (
-    "reference",  # first: its KL term is added to the tokens' losses before a teacher's divergence
+    "reference",  # `reference` is first: its KL term is added to the losses before a teacher's divergence
     "agents",
     "best_model",
     "carry_over",
@@ -20,7 +20,7 @@ EXTENSIONS = (
     "graders",
     "hybrids",
     "kept_tokens",
-    "images",  # behind `kept_tokens`: records of older versions have their tables in this order
+    "images",  # `images` is behind `kept_tokens`: older rollout logs have the tables of both in this order
     "launchers",
     "liger",
     "lora",
@@ -28,7 +28,7 @@ EXTENSIONS = (
     "offload",
     "overlap",
     "quantized",
-    "drafts",  # after all extensions that observe vLLM's sampler
+    "drafts",  # `drafts` is behind all extensions that observe vLLM's sampler
     "remedies",
     "recording",
     "reward_kl",

@@ -14,7 +14,7 @@ from ..parallel.ranks import gather
 from ..rewards import weighted_sum
 
 STD_EPSILON = 1e-4  # TRL's constant. It limits the advantages of a group of nearly equal rewards.
-CANCELLED = 1e-6  # Sums of normalised rewards up to this times the sum of absolute weights are rounding errors.
+CANCELLED = 1e-6  # If no sum of normalised rewards is above this x the sum of absolute weights, all are set to 0.
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def step_std(scores: Sequence[torch.Tensor]) -> float:
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
     """Divide each step's advantages by its `step_std`, if the run's settings require that. A collective.
 
-    A group that no step trains gets the `step_std` of the step that lists the group in `sampled`."""
+    The advantages of a group that no step trains are divided by the `step_std` of the step that sampled it."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

@@ -14,7 +14,7 @@ DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
 MASKED_TOKENS = "sampling/masked_tokens_share"
-SIGNED, SQUARE = "/signed", "/square"  # Moments that `finish_mismatch` converts to `/std`.
+SIGNED, SQUARE = "/signed", "/square"  # Names of moments that `finish_mismatch` converts to `/std`.
 LARGEST = 30.0  # Bound of log-ratios in metrics, in nats, so that squared ratios fit into float32.
 
 
@@ -31,8 +31,8 @@ class SamplerCorrection:
     `rollout_rs: geometric` without importance weights). As in verl, its default of `low` is 1 / `high`."""
 
     mode: str
-    low: float | None  # Lower bound of the ratio.
-    high: float | None  # Upper bound of the ratio.
+    low: float | None  # Lower bound of the ratio. None: no bound.
+    high: float | None  # Upper bound of the ratio. None: no bound.
 
     def __post_init__(self) -> None:
         if self.mode == "geometric_mask" and self.low is None and self.high is not None:

@@ -1,6 +1,6 @@
 """Entropy values of a whole step: the threshold of `top_entropy_quantile`, and the entropy bonus's coefficient.
 
-TRL computes both per micro-batch, so TRL's update depends on the division into micro-batches.
+TRL computes threshold and mean entropy per micro-batch, so its update depends on the division into micro-batches.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class LossTerm:
         return ()
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        """Return the step with advantages that this term changes. Rows have the reference's and teachers' values."""
+        """Return the step, with advantages changed by this term. Its rows have the reference's and teachers' values."""
         return step
 
     def with_constants(self, step: StepBatch) -> StepBatch:
@@ -93,7 +93,7 @@ class Objective:
     level: str = "token"  # Level of the importance ratio: "token", or "sequence" (GSPO, arXiv 2507.18071).
     correction: SamplerCorrection | None = None
     off_policy_threshold: float | None = None  # Off-policy mask's threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
-    top_entropy_quantile: float = 1.0  # Share of tokens trained, by entropy (Beyond the 80/20 Rule, arXiv 2506.01939).
+    top_entropy_quantile: float = 1.0  # Share of tokens, of highest entropy, to train (arXiv 2506.01939).
     entropy_bonus: bool = False
     terms: tuple[LossTerm, ...] = ()  # Terms that extensions add to the loss.
 
@@ -166,7 +166,7 @@ class Objective:
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
             threshold: float | torch.Tensor | None = batch.step_constants.threshold
-            if threshold is None:  # None: this row is the whole step.
+            if threshold is None:  # No threshold: this row is the whole step.
                 counted = entropy.detach().float().where(batch.loss_mask > 0, torch.nan)
                 threshold = counted.nanquantile(1 - self.top_entropy_quantile)
             chosen = chosen * (entropy.detach() >= threshold).to(batch.loss_mask.dtype)

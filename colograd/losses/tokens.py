@@ -134,7 +134,7 @@ class OverCompletions(TokenLoss):
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's clip metrics: shares of tokens without gradient by a bound, and the completions' extreme shares.
+    """Compute TRL's clip metrics: shares of tokens that a bound clips, and a completion's lowest and highest share.
 
     Args:
         below: (N,) bool, tokens below the lower bound.

@@ -55,7 +55,7 @@ def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tenso
 
 
 class Piece(NamedTuple):
-    """A parameter with its gradient and AdamW state, or equal slices of these tensors."""
+    """A parameter with its gradient and AdamW state, or the same slice of each of these tensors."""
 
     parameter: torch.Tensor
     grad: torch.Tensor
@@ -303,7 +303,7 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
         if "remainder" in state and not (splits and parameter.dtype == torch.bfloat16)
     ]
     for parameter in saved_split:
-        remainder = optimizer.state[parameter].pop("remainder")  # cast below, as torch may have loaded it as float32
+        remainder = optimizer.state[parameter].pop("remainder")  # torch may load remainders as float32, so cast below
         if parameter.dtype == torch.float32:
             parameter.copy_(join_master(parameter.bfloat16(), remainder.to(torch.int16)))
     if not saved_split or splits:

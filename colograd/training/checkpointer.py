@@ -45,7 +45,7 @@ from .recorded_settings import run_settings
 # Optimizer settings that a resumed run takes from its recipe, not from the checkpoint.
 OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
 RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that continue from a checkpoint's learning rate.
-PATIENCE = 10.0  # Maximum seconds of a running save that the next save waits for. After that the next is skipped.
+PATIENCE = 10.0  # Seconds that a save in the background may take before the next save is skipped.
 
 
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
@@ -77,13 +77,13 @@ class Checkpointer(TrainerCallback):
         self._host_files = HostFiles(self.args.device)
         self._in_background = False
         self._why_in_foreground = ""  # Reason why training waits for a save, as last printed.
-        self._is_due = False  # Whether a save is postponed to the end of the round: before the next generation.
+        self._is_due = False  # Whether a save is postponed to the end of the round.
         self._failures_in_a_row = 0
         self._best_before: str | None = None  # Folder of the best checkpoint before the running save.
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
 
     def _resolve_folders(self) -> bool:
-        """Return whether the nodes share no file system. Each node then writes whole checkpoints."""
+        """Return whether the nodes share no file system, so that each node writes whole checkpoints."""
         args = self.args
         with on_all_ranks("writing into output_dir"):
             if args.layout.leads_node:
@@ -191,7 +191,7 @@ class Checkpointer(TrainerCallback):
         """Save the last finished step, if it has no checkpoint and a run can resume from it. A collective."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
-        saves_no_state = type(trainer.round).save is PlainRound.save  # other rounds have state, now incomplete
+        saves_no_state = type(trainer.round).save is PlainRound.save  # a cut round's state (if any) is incomplete
         is_new = step > self._newest and not trainer.learner.pending and saves_no_state
         trainer.console.warn(
             f"{name}: the round was cut, as its time is over; the rollout log, unless it is off, has its scored groups"
@@ -313,7 +313,7 @@ class Checkpointer(TrainerCallback):
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
                 states = state.stateful_callbacks[name := type(callback).__name__]
-                if isinstance(states, list):  # transformers keeps a list for several callbacks of one class
+                if isinstance(states, list):  # the list has the states of several callbacks of one class
                     states.append(callback.state())
                 else:
                     state.stateful_callbacks[name] = callback.state()
@@ -323,7 +323,7 @@ class Checkpointer(TrainerCallback):
         if (file := folder / SAFE_WEIGHTS_NAME).is_file():
             with safe_open(file, framework="pt", device="cpu") as opened:
                 names = [*opened.keys()]
-        if names:  # `names` is empty for an adapter and for sharded weights
+        if names:  # `names` is empty for an adapter and for weights in several files
             index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
         settings = run_settings(self.args, trainer.rewards, trainer.feature.digests())
@@ -376,7 +376,7 @@ class Checkpointer(TrainerCallback):
         error = next(filter(None, states), "")
         if unknown is None:
             shutil.rmtree(save.aside.parent / f"rank-{rank()}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty while it has folders of other ranks
+            with contextlib.suppress(OSError):  # the folder isn't empty while it has other ranks' folders
                 save.aside.parent.rmdir()
         else:
             self._host_files = HostFiles(self.args.device)  # new buffers, as the thread may still read the old ones

@@ -38,7 +38,7 @@ from ..sharding import ShardingStrategy
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
     return PackingRules(
-        max_tokens=config.token_budget,  # 0 until `Learner.measure_budget` has measured the budget.
+        max_tokens=config.token_budget,  # 0 means that `Learner.measure_budget` measures the budget later.
         mask_truncated=config.mask_truncated_completions,
         skip_without_signal=not objective.every_group,
         share_prompts=not policy.why_padded,
@@ -90,7 +90,7 @@ def step_batch(
         "train/micro_batches": float(micro_batches),
         "train/moved_groups": float(moved),
         "train/sampled_tokens": float(sum(sampled.lengths)),
-        # TRL's `num_tokens`: tokens of prompts and completions.
+        # Tokens of prompts and completions. Their sum over steps is TRL's metric `num_tokens`.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
     return StepBatch(rows, in_loss, completions, metrics, tuple(groups), counted=counted)

@@ -81,7 +81,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         for with_models in registry.hooks("reward_models"):
             functions = with_models(functions, given.reward_processing_classes, args)
         functions = as_list(functions)
-        if weights is None or len(weights) == len(functions):  # else `resolve_rewards` raises ValueError
+        if weights is None or len(weights) == len(functions):  # a wrong number of weights is refused below
             weights = None if weights is None else [*weights, *[1.0] * len(feature.rewards)]
             functions = [*functions, *feature.rewards]
         needs_none = not (functions or weights) and any(allows(args) for allows in registry.hooks("without_rewards"))

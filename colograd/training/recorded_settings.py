@@ -29,7 +29,7 @@ OF_TRAINING = (
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 OF_CARRY_OVER = ("carry_over", "carry_over_max_age")
-# Settings that decide how groups are sampled. A replay has the recorded run's values.
+# Settings that decide how groups are sampled. A replay takes their values from the recorded run.
 OF_GROUPS = frozenset(
     (*OF_ROUNDS, *OF_CARRY_OVER, "curriculum", *(each.name for each in dataclasses.fields(SamplingKnobs)), REWARD_FUNCS)
 )

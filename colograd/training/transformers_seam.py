@@ -1,4 +1,4 @@
-"""`SeamTrainer`: the base class of `GRPOTrainer`, which overrides methods of `transformers.Trainer`."""
+"""`SeamTrainer`, the base class of `GRPOTrainer`: it overrides methods of `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class SeamTrainer(Trainer):
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self._unlogged: list[dict[str, float]] = []  # Metrics of the steps since the last log with a loss.
+        self._unlogged: list[dict[str, float]] = []  # One dict of metrics per step since the last log with a loss.
         self._gathered: dict[str, torch.Tensor] | None = None
         self.checkpointer = self.make_checkpointer()
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
@@ -230,7 +230,7 @@ class SeamTrainer(Trainer):
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "", as this rank has no whole model
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # no digest: no rank has a whole model
             problem = self.journal.begin(self.state.global_step, digest, evaluation) if self.journal else ""
         self.console.warn_of_all(gather(problem))
 
@@ -299,7 +299,7 @@ class SeamTrainer(Trainer):
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # A file has one of several tied tensors.
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # Of tied tensors a file has only one.
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
                 f"The checkpoint lacks {len(lacking)} of the policy's parameters, e.g. {', '.join(lacking[:3])}: use a "
@@ -330,7 +330,7 @@ class SeamTrainer(Trainer):
 
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
         try:
-            super().init_hf_repo(token, **options)  # transformers >= 5.24 passes `private`
+            super().init_hf_repo(token, **options)  # with transformers >= 5.24 `options` has `private`
         except (OSError, ValueError, HTTPError) as error:
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,4 +1,4 @@
-"""The best model by `metric_for_best_model`: checks at start, and what follows from each evaluation's metric."""
+"""Check the setting `metric_for_best_model`, and choose the best model by that metric after an evaluation."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "evaluation_check": "metric:check_best_metric",

@@ -1,4 +1,4 @@
-"""The setting `metric_for_best_model`: checks at start, and the best model and the schedule after an evaluation."""
+"""Check `metric_for_best_model`. After an evaluation choose the best model and step a schedule by that metric."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction],
 
 
 def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> Iterator[str]:
-    if hasattr(prompts, "metric_names"):  # prompts of a benchmark
+    if hasattr(prompts, "metric_names"):  # only a benchmark's prompts have `metric_names`
         yield from prompts.metric_names()
         return
     yield from NAMES if rewards else NAMES[3:]

@@ -1,4 +1,4 @@
-"""Settings that can't be combined with drafts (`speculative_config`), and the share of accepted drafted tokens."""
+"""Settings that can't be combined with drafts (`speculative_config`), and the metric `drafts/acceptance`."""
 
 from __future__ import annotations
 

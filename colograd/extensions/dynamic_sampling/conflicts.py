@@ -1,4 +1,4 @@
-"""Conflicts of `dynamic_sampling`."""
+"""Settings that can't be combined with `dynamic_sampling`."""
 
 from __future__ import annotations
 

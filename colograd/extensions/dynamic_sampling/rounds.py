@@ -30,7 +30,7 @@ def dynamic_round(trainer: Any) -> DynamicRound | None:
 
 
 class DynamicRound(PlainRound):
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) for all optimizer steps of a round together.
 
     Steps take groups with a nonzero advantage in the order of sampling. A group may be trained in a different step than
     the one that it was sampled for."""

@@ -76,7 +76,7 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Kept tokens of N labels, to mask tiles of logits: some labels x some vocabulary entries.
+    """Kept tokens of N labels, to mask tiles of logits. A tile has some labels and some vocabulary entries.
 
     Args:
         first: token id of the first vocabulary entry of this rank's output layer.

@@ -14,7 +14,7 @@ FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "
 # Variable for the launcher's request. With accelerate's own variables transformers would wrap the policy.
 KEPT = "COLOGRAD_LAUNCHED"
 STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` for ZeRO's stages 0 to 3.
-OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}  # Section of DeepSpeed -> Colograd's setting.
+OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}  # DeepSpeed's section -> setting that replaces it.
 
 Request = tuple[str, dict[str, Any]]  # Name of a requested method, such as FSDP2, and the settings that replace it.
 
@@ -34,7 +34,7 @@ def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
-    """Return the requests of the launcher's file and of the setting ``deepspeed``. Move the launcher's to `KEPT`."""
+    """Return requests of the launcher and of the setting ``deepspeed``. Move the launcher's request to `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `torchrun`, and set sharding."

@@ -1,4 +1,4 @@
-"""The KL term, and its reference policy."""
+"""The loss's KL term (setting `beta`), and the reference policy that the term needs."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "loaded_policy": "model:check_reference",

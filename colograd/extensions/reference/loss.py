@@ -32,7 +32,7 @@ class KLTerm(LossTerm):
     def divergence(self, tokens: Tokens) -> torch.Tensor:
         """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.
 
-        k3 may overflow. A token has no gradient if the policy's probability is less than e^-20 of the reference's."""
+        log(reference / pi) is clamped to at most 20, else k3 could overflow. A clamped token has no gradient."""
         difference = (tokens.batch.scores["ref_logprobs"] - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
         bounded = difference.clamp(max=MOST_LOG_RATIO)
         kl = bounded.exp() - bounded - 1

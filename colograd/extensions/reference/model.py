@@ -42,7 +42,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
         place: torch.device | None = None,
     ) -> None:  # fmt: skip
         place, pin = torch.device("cpu") if offload else place or device, offload and device.type == "cuda"
-        # Copy tensors to `place` first: `deepcopy` would copy them on the policy's device.
+        # Copy parameters to `place` first: `deepcopy` would copy them on the policy's device.
         made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         for parameter in model.parameters():
             values = torch.empty_like(parameter, device=place, pin_memory=pin).copy_(parameter.detach())
@@ -69,7 +69,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
             reference.copy_(torch.lerp(reference.to(trained.device), trained.detach(), alpha))
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        if self._changes:  # Without changes a resumed run makes an equal copy.
+        if self._changes:  # A copy without changes isn't saved, as a resumed run makes it again.
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             if write is save_file:
                 weights = {name: value.cpu() for name, value in weights.items()}
@@ -147,7 +147,7 @@ def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | OfAdapter:
         return OfAdapter(policy.model, is_new=_keeps_no_copy(policy))
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
     follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
-    waiting = torch.device("cpu") if config.cuts_weights else None  # FSDP later divides the copy.
+    waiting = torch.device("cpu") if config.cuts_weights else None  # The copy is on the CPU until FSDP divides it.
     return FrozenCopy(policy.model, config.device, offloads(config, config.offload_reference), follows, waiting)
 
 

@@ -26,7 +26,7 @@ from ...runtime import registry
 
 
 def k3(difference: torch.Tensor) -> torch.Tensor:
-    bounded = (-difference).clamp(-20.0, 20.0)  # these bounds are verl's
+    bounded = (-difference).clamp(-20.0, 20.0)  # as in verl, the log-ratio and k3 are bounded
     return (bounded.exp() - bounded - 1).clamp(-10.0, 10.0)
 
 
@@ -47,7 +47,7 @@ class RewardPenalty(LossTerm):
     waits = "kl_in_reward changes the advantages after all groups are sampled"
 
     def of_tokens_of(self, sampler: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))  # NaN: sampler's value unknown
+        return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))  # unknown log-probabilities add 0
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
         sums: dict[RolloutId, float] = {}

@@ -28,7 +28,7 @@ class PromptStream(torch.utils.data.IterableDataset):
     resumed run reads the rows before the checkpoint once more, and compares them with the checkpoint's digest.
     """
 
-    missing = "wasn't streamed"  # End of an error text about a checkpoint without a state.
+    missing = "wasn't streamed"  # Part of the error text for a checkpoint without a state of this stream.
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
         check_columns(dataset, rules.name)
@@ -37,7 +37,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 f"{rules.name} is streamed, but a model that reads images needs a whole dataset: set streaming: false."
             )
         self.dataset, self.rules = dataset.with_format(None), rules
-        self.longest = rules.max_prompt_tokens  # An upper bound, because later prompts are unknown.
+        self.longest = rules.max_prompt_tokens  # Upper bound of prompts' tokens, as later prompts are unknown.
         self.num_dropped = 0
         if config.max_steps <= 0:
             raise ValueError(f"max_steps is {config.max_steps}, but a streamed dataset has no length: set max_steps.")
@@ -105,7 +105,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                     yield block[row - number], ids
                     continue
                 self.num_dropped += counts
-                if counts and str(self.num_dropped).rstrip("0") == "1":  # the 1st, 10th, 100th
+                if counts and str(self.num_dropped).rstrip("0") == "1":  # the 1st, 10th, 100th ... dropped prompt
                     self.rules.tell(
                         f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were "
                         f"dropped, with a limit of {self.rules.max_prompt_tokens} tokens: the latest is row {row} of "

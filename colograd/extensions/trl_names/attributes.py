@@ -45,7 +45,7 @@ DIFFERENT = {
     "generation_kwargs": "Only the configuration's; TRL's without vLLM have every sampling setting",
 }
 
-# Methods of TRL's and transformers' trainers that Colograd never calls, with the method to override instead.
+# Methods of TRL's and transformers' trainers that Colograd never calls -> method or methods to override instead.
 GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
 EVALUATE, DATA = "evaluate", "get_train_dataloader"
 HOOKS = {
@@ -107,7 +107,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     **{name: operator.attrgetter(f"args.{name}") for name in OF_ARGUMENTS},
     **dict.fromkeys(("chat_template", "continuous_batching_config", "pad_to_multiple_of"), lambda trainer: None),
     "use_transformers_continuous_batching": lambda trainer: False,
-    # None with an adapter: the reference is then the policy with other weights.
+    # None in a run with an adapter, where the reference is the policy with other weights.
     "ref_model": lambda trainer: (
         reference.model
         if isinstance(reference := trainer.learner.second_models.get("ref_logprobs"), FrozenModel)

@@ -1,7 +1,7 @@
 """Speculative decoding that samples the same tokens as decoding without drafts.
 
 vLLM accepts or replaces a draft with random numbers that decoding without drafts doesn't draw (arXiv 2211.17192). A
-completion would then depend on the drafts, and through them on other sequences of the batch. Here each position's token
+completion would depend on the drafts, and through them on other sequences of the batch. Here each position's token
 is sampled with the random numbers of its request, as without drafts. A draft is accepted if it equals the sampled
 token, so the tokens have the target model's distribution.
 """
@@ -22,10 +22,10 @@ from ....engine.protocol import EngineFeature, EngineUse
 class SeededSpeculation(RejectionSampler):
     """vLLM's `RejectionSampler` (Model Runner V1), but each position is sampled with its request's random numbers."""
 
-    drafted = accepted = 0  # Numbers of tokens since the last `take_counts`.
+    drafted = accepted = 0  # Numbers of drafted tokens, and of accepted ones, since the last `take_counts`.
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
-        """Override. ``logits`` (T, V) has one row per draft, and one more row per request."""
+        """Check drafts and sample. ``logits`` (T, V) has one row per drafted token, and one more per request."""
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
         last, drafted = metadata.bonus_logits_indices, metadata.target_logits_indices
@@ -34,7 +34,7 @@ class SeededSpeculation(RejectionSampler):
         constrained[drafted] = self.apply_logits_processors(logits[drafted].float(), sampling_metadata, metadata)
         if not sampling_metadata.all_greedy:
             counts = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
-            # vLLM's kernel for repeating values was seen to leave wrong temperatures on a CPU.
+            # Instead of vLLM's kernel for repeating values, which was seen to leave wrong temperatures on a CPU.
             temperature, top_k, top_p = (
                 None if value is None else value.repeat_interleave(counts)
                 for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
@@ -45,7 +45,7 @@ class SeededSpeculation(RejectionSampler):
         sampled = tokens.to(logits.device)
         if (count := sampling_metadata.max_num_logprobs) is None:
             return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
-        # Positions behind a rejected draft have any row: vLLM drops their log-probabilities.
+        # Positions behind a rejected draft get an arbitrary row, because vLLM drops their log-probabilities.
         first = torch.tensor(_first_rows(metadata.num_draft_tokens))
         rows = (first[:, None] + torch.arange(tokens.shape[1])).clamp(max=len(logits) - 1).flatten().to(logits.device)
         logprobs = (constrained if self.is_processed_logprobs_mode else logits)[rows].float()
@@ -55,7 +55,7 @@ class SeededSpeculation(RejectionSampler):
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=LogprobsTensors(*of_sampled))
 
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind the first rejected draft.
+        """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind a request's last token.
 
         Sampling position by position draws no random number for a position that isn't used."""
         counts = metadata.num_draft_tokens
@@ -69,7 +69,7 @@ class SeededSpeculation(RejectionSampler):
             if sampling_metadata.all_greedy:
                 sampled = [greedy[row] for row in rows]
             else:
-                own = sampling_metadata.generators  # by request
+                own = sampling_metadata.generators  # index of the request -> its random number generator
                 generators = {row: own[request] for row, request in enumerate(alive) if request in own}
                 sampled = self.sampler.topk_topp_sampler(logits[rows], generators, None, None)[0].tolist()
                 if greedy is not None:

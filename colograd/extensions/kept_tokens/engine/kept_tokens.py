@@ -41,7 +41,7 @@ class KeptTokensRecord(EngineFeature):
     def built(self, engine: Any) -> None:
         self._vocabulary = engine.vocab_size
         if self.on_v2:
-            # With the flag vLLM would refuse requests without a top_k, such as greedy evaluations.
+            # With `return_sampling_mask` here vLLM would refuse requests without a top_k, such as greedy evaluations.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
         engine.scheduler.return_sampling_mask = True
@@ -54,7 +54,7 @@ class KeptTokensRecord(EngineFeature):
         for index, completion in enumerate(outputs):
             mask = getattr(completion, "sampling_mask", None)
             told = mask.token_ids[: len(completion.token_ids)] if mask is not None else ()
-            lists = [[] if len(ids) >= self._vocabulary else ids for ids in told]  # []: the whole vocabulary
+            lists = [[] if len(ids) >= self._vocabulary else ids for ids in told]  # []: all tokens were kept
             if any(lists):
                 assert len(lists) == len(completion.token_ids), "vLLM tells of each token what it was drawn from"
                 ids = torch.tensor([token for tokens in lists for token in tokens], dtype=torch.int32)
