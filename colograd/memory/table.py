@@ -54,7 +54,7 @@ class MemoryPlan(RankBytes):
         run, devices = self.run, self.run.devices
         part = f", 1/{devices.ranks}"
         of_policy = part if self.strategy == "fsdp" else "" if self.policy_weights else " (shared)"
-        shared_out = self.strategy.rpartition("+")[2]  # `tensor+gradients` becomes "gradients".
+        shared_out = self.strategy.rpartition("+")[2]  # E.g. "gradients" in `tensor+gradients`.
         of_gradients = part if shared_out in ("gradients", "fsdp") else ""
         of_gradients += ", on their way to the host" if run.offloads_gradients else ""
         of_state = part if shared_out in ("optimizer", "gradients", "fsdp") else ""

@@ -189,7 +189,7 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
         name, reason = next(iter(obstacles.items()))
         raise ValueError(
             f"weights is 'shared', but {len(obstacles)} of {len(pairing.slices)} parameters can't be shared ({name}: "
-            f"{reason}): set weights: auto, or the same dtype for policy and engine."
+            f"{reason}): set weights: auto. If only dtypes differ, equal dtypes of policy and engine help too."
         )
     policy, engine, ranks = pairing.policy, pairing.engine, pairing.engine.layout.ranks_per_engine
     if wanted == "copied" or len(obstacles) == len(pairing.slices) or ranks > 1:

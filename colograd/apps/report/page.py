@@ -118,9 +118,9 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
     """Return the page's HTML.
 
     Args:
-        data: the page's data without steps; scripts read it as JSON.
-        blocks: HTML elements with compressed steps.
-        connect: the content security policy's addresses for scripts that load data.
+        data: overviews of the runs, which the page's scripts read as JSON.
+        blocks: HTML elements with the compressed data of single steps.
+        connect: addresses from which scripts may load data (`connect-src` of the content security policy).
     """
     # Scripts and styles aren't escaped, so their files may not contain an end tag.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)

@@ -197,6 +197,7 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
     """Make LoRA layers save their input uncast, so that queries, keys and values share one saved tensor.
 
     With peft's cast, autograd would save a float32 copy for each layer. Layers with dropout or DoRA keep the cast.
+    Under autocast each layer saves a copy in autocast's dtype instead.
     """
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)

@@ -111,7 +111,7 @@ class Conversations:
                 if unopened and not (writing or waiting):
                     if environments.in_scoring:  # Async reward functions free environments when they end.
                         time.sleep(POLL)
-                    else:  # Nothing would free an environment, so exceed the limit.
+                    else:  # No environment will become free: go on without the limit.
                         is_limited = False
                 elif writing:
                     for request, (turn,) in self.engine.advance():
