@@ -61,7 +61,7 @@ class ModelFeature:
         """Raise a ValueError if the model can't be trained with the run's settings."""
 
     def check_split(self, model_config: Any, ranks: int) -> None:
-        """Raise a ValueError if vLLM can't run the model with ``ranks`` tensor-parallel ranks."""
+        """Raise a ValueError if the model can't be split over an engine's ``ranks`` ranks."""
 
     def can_be_cut(self, model_config: Any) -> bool:
         """Return whether the policy can be stored in vLLM's tensor-parallel layout (each rank with its shards)."""
@@ -124,7 +124,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
 
 
 def check_planned(model_config: Any, ranks: int) -> None:
-    """Raise a ValueError if vLLM can't run the model with ``ranks`` tensor-parallel ranks. For memory plans."""
+    """Raise a ValueError if the model can't be split over an engine's ``ranks`` ranks. For memory plans."""
     for feature in features():
         feature.check_split(model_config, ranks)
 
