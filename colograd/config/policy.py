@@ -18,7 +18,7 @@ from .knob import knob
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 KEEPS_MASTER = ("adamw_split", "muon")  # Optimizers that keep an exact float32 master copy of a bfloat16 policy.
 
-# Two names of one setting: TRL's name, and the name that transformers' Trainer reads since 5.23.
+# One setting's name in TRL, and its name in transformers 5.23 and later.
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
 

@@ -61,7 +61,7 @@ class ModelFeature:
         """Raise a ValueError if the model can't be trained with the run's settings."""
 
     def check_split(self, model_config: Any, ranks: int) -> None:
-        """Raise a ValueError if the model isn't supported with ``ranks`` tensor-parallel ranks."""
+        """Raise a ValueError if the model can't be split over an engine's ``ranks`` ranks."""
 
     def can_be_cut(self, model_config: Any) -> bool:
         """Return whether the policy can be stored in vLLM's tensor-parallel layout (each rank with its shards)."""

@@ -14,7 +14,7 @@ def size_of(model_config: Any, *names: str) -> int:
     for name in names:
         try:
             values = getattr(config, name, None)
-        except RuntimeError:  # transformers raises RuntimeError for models with unequal layers.
+        except RuntimeError:  # transformers raises this if layers may have different values of the attribute.
             values = [getattr(layer, name, None) for layer in config.per_layer_config]
         found += [int(value or 0) for value in (values if isinstance(values, list | tuple) else [values])]
     return max(found)

@@ -213,7 +213,7 @@ def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
 
 
 def choose_kernels(learner: Learner, closing: ExitStack) -> None:
-    """Install fused kernels and compiled layers in the policy and in second models of its architecture. A collective.
+    """Install fused kernels and compiled layers in the policy and in second models with `of_policy`. A collective.
 
     A hook ``kernels`` is a function config -> None or install. ``install`` is a function (policy, second models) ->
     function that removes the kernels. A hook ``uncompiled`` is a function model -> None that excludes layers from

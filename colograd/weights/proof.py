@@ -63,8 +63,10 @@ def check_equal(slices: Sequence[Slice]) -> None:
 
 
 def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> None:
-    """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding, without a LoRA
-    adapter. A collective."""
+    """Compare log-probabilities of engine and policy, both without a LoRA adapter. A collective.
+
+    A RuntimeError is raised if they differ by more than rounding errors.
+    """
     # Leave out placeholders of images, video and audio: Gemma 4 reads them as padding, and vLLM as tokens.
     placeholders = {getattr(unwrap(policy).config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
     ids = [token for token in probe_ids(engine, PROBE_TOKENS[-1]) if token not in placeholders]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...policy.loading import Policy
 
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # Model types that tests train.
-WHOLE = ("gpt_oss", "olmoe")  # Model types that can't run with vLLM's tensor parallelism.
+WHOLE = ("gpt_oss", "olmoe")  # Model types that this version can't split over an engine's ranks.
 
 
 class Experts(ModelFeature):
