@@ -326,7 +326,7 @@ class MicroBatch:
     input_ids: torch.Tensor  # Tokens of the row, (1, T) int64.
     position_ids: torch.Tensor  # Positions of the tokens in their sequences, (1, T) int64.
     layout: SegmentLayout
-    logit_positions: torch.Tensor  # Index in the row of the hidden state that predicts the label, (N,) int64.
+    logit_positions: torch.Tensor  # Index of the row's hidden state that predicts the label, (N,) int64.
     labels: torch.Tensor  # Predicted token ids, (N,) int64.
     loss_mask: torch.Tensor  # Mask, (N,) float32: 1 for a label that counts in the loss, else 0.
     sequence: torch.Tensor  # Index of the label's completion in this row, (N,) int64, 0 ... num_sequences-1.

@@ -60,9 +60,11 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first stop signal, so that the trainer can write a checkpoint before it stops. Enforces the deadline.
 
-    A second Ctrl-C raises KeyboardInterrupt. Another signal, more than `REPEATED` seconds after the first, ends the
-    process. ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds from a signal to the deadline (None: not
-    set). ``status``: exit status of the process after a stop."""
+    A second Ctrl-C raises KeyboardInterrupt. A second one of the other signals ends the process, if it comes more than
+    `REPEATED` seconds after the first of them.
+
+    ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds from a signal to the deadline (None: not set).
+    ``status``: exit status of the process after a stop."""
 
     save_seconds = 0.0
     why = "as its time is over"

@@ -49,7 +49,9 @@ class Assembly:
 def assemble(
     config: GRPOConfig, prepared: PreparedRun, max_tokens: int, samples: bool, times: PhaseTimes, closing: ExitStack
 ) -> Assembly:
-    """Build engine, weight sync and second models, and move the policy to its device. A collective call.
+    """Build the second models, and move the policy to its device. A collective call.
+
+    If the run samples (``samples``), also build the engine and the weight sync.
 
     A hook ``context`` is a function (config, policy, tokens) -> None. It checks the maximum tokens of a sequence."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)

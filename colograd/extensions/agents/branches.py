@@ -78,7 +78,7 @@ def branches_of(rollout: Rollout) -> tuple[Branch, ...]:
 class End(NamedTuple):
     path: tuple[int, ...]  # Indices of the segments from the prompt's first segment up to this segment.
     tokens: int  # Number of tokens in the segments of `path`.
-    place: int  # Index in the row of the segment's last token.
+    place: int  # Index of the segment's last token in the row.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ class Node:
     logprobs: array[float] | None  # None: the model only read the tokens.
     trained: bool
     children: list[Node] = field(default_factory=list)
-    number: int | None = None  # Index in the session of the answer that begins with this node.
+    number: int | None = None  # Index of the session's answer that begins with this node.
 
 
 class TokenTree:

@@ -183,7 +183,8 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # Index in the completion of the turn's first token.
-        ids = array("i", [min(self.form.ends, default=0)])  # A session without tokens gets one: completions need it.
+            turn["at"] = tree.places.get(number, 0)  # Index of the turn's first token in the completion.
+        # A completion needs a token, so a session without tokens gets an end token.
+        ids = array("i", [min(self.form.ends, default=0)])
         nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
         return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)

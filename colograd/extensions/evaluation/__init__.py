@@ -2,6 +2,7 @@
 
     TaskSpec -> HarnessBenchmark -> sitting.take (engine, Judge in workers) -> results.SuiteResult
 
-The harness provides prompts, filters and metrics. This package samples all questions at once."""
+The harness provides prompts, filters and metrics. The engine samples a task's questions with equal sampling settings
+together."""
 
 HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "sitting:with_benchmarks"}

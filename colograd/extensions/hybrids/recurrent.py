@@ -148,7 +148,7 @@ class _Batch(NamedTuple):
     segments: tuple[int, ...]  # Last segment of each sequence.
     parents: tuple[int, ...]  # Segment that each sequence continues. Empty: the sequences start anew.
     is_parent: bool  # Whether later sequences continue from the state at this batch's end.
-    tokens: torch.Tensor  # Index in the packed row of each token of the batch, (B * L,). Padding has index 0.
+    tokens: torch.Tensor  # Index of each of the batch's tokens in the packed row, (B * L,). Padding: 0.
 
 
 @functools.lru_cache(maxsize=16)
@@ -180,7 +180,8 @@ def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], to
     places = torch.empty(layout.num_tokens, dtype=torch.int64)
     for group in groups:
         begun = tuple(parent for _, parent, _ in group if parent >= 0)
-        # A batch with parents has rows of two tokens or more: for a single token layers would change states in place.
+        # Sequences that continue a parent are padded to two tokens or more. Layers would change the state in place if
+        # they got one token.
         padded, tokens = max([2 if begun else 1, *(length for _, _, length in group)]), []
         for segments, _, length in group:
             of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in segments]

@@ -37,7 +37,7 @@ def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
     """Return requests of the launcher and of the setting ``deepspeed``. Move the launcher's request to `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
-            f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `torchrun`, and set sharding."
+            f"{MEGATRON} is set, but Megatron-LM isn't supported: launch with `torchrun`, and set sharding."
         )
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one.")
@@ -57,7 +57,7 @@ def _launched() -> Request:
     if _is_on(FSDP):
         if (version := os.environ.get("FSDP_VERSION") or "1") != "2":
             raise ValueError(
-                f"FSDP_VERSION is {version}, but only FSDP2 is available: set fsdp_version: 2 in accelerate's file."
+                f"FSDP_VERSION is {version}, but only FSDP2 is supported: set fsdp_version: 2 in accelerate's file."
             )
         names = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS")
         return "FSDP2", {"sharding": "fsdp"} | {name.lower(): _is_on(name) for name in names if os.environ.get(name)}
@@ -96,7 +96,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Request:
     for part, device in offload.items():
         if device not in ("none", "cpu"):
             raise ValueError(
-                f"{origin} has offload_{part} on {device!r}, but only host memory is available: set cpu or none."
+                f"{origin} has offload_{part} on {device!r}, but only host memory is supported: set cpu or none."
             )
     sharding = STAGES[int(stage)]
     if offload["param"] == "cpu" and sharding != "fsdp":

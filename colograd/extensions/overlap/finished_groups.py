@@ -62,8 +62,8 @@ class FinishedGroups:
         self._positions = set(positions)
         self._own: list[ScoredGroup] = []  # This rank's accepted groups, in the order of finishing.
         self._known: set[int] = set()  # Positions of finished groups, whether accepted or not.
-        self._offered = 0  # How many of `_own`, from the first, are offered in the store.
-        self._sizes: list[int] = []  # Tokens of each offered group. 0 means that other ranks can't take the group.
+        self._offered = 0  # `_offer` has handled the first `_offered` groups of `_own`.
+        self._sizes: list[int] = []  # Tokens of each of these groups. 0: `_offer` didn't write it to the store.
         self._gone: set[tuple[int, int]] = set()  # (owner's rank, index in owner's `_own`) of groups known as taken.
         self._is_hungry = False
         self._looked = 0.0

@@ -41,7 +41,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
     if device.type == "cpu" and dtype == torch.bfloat16 and cpu_products.wanted():
-        dtype = torch.float32  # CPUs without bfloat16 products: Colograd's layers, too, use float32
+        dtype = torch.float32  # Colograd's layers use float32 on a CPU without bfloat16 products.
     size = SIZES.get(device.type, 1024)
     factor = torch.ones(size, size, device=device, dtype=dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None

@@ -100,7 +100,7 @@ def test_a_stage_of_deepspeed_s_is_a_way(stage: Any, way: str, tmp_path: Path) -
         ({"zero_optimization": {"stage": 4}}, "has the ZeRO stage 4, but the stage must be 0, 1, 2 or 3"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "has offload_param on 'nvme', but only host memory is available",
+            "has offload_param on 'nvme', but only host memory is supported",
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
@@ -117,8 +117,8 @@ def test_what_has_no_counterpart_is_refused_by_name(given: Any, said: str) -> No
 @pytest.mark.parametrize(
     ("set_to", "said"),
     [
-        ({FSDP: "true"}, "FSDP_VERSION is 1, but only FSDP2 is available: set fsdp_version: 2"),
-        ({MEGATRON: "true"}, "Megatron-LM isn't available"),
+        ({FSDP: "true"}, "FSDP_VERSION is 1, but only FSDP2 is supported: set fsdp_version: 2"),
+        ({MEGATRON: "true"}, "Megatron-LM isn't supported"),
         ({FSDP: "true", "FSDP_VERSION": "2", DEEPSPEED: "true"}, "are both set, but a policy is sharded in one way"),
     ],
 )
