@@ -164,7 +164,7 @@ def test_what_cannot_be_shown_is_told_to_the_model() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             answer_content(Outcome("value", content, 0.0), images=True)
-    with pytest.raises(ValueError, match="'image' can't be shown to the model"):
+    with pytest.raises(ValueError, match="'image' can't be shown to this model"):
         answer_content(Outcome("value", look(1, 1), 0.0))
     assert answer_content(Outcome("value", [1, {"type": "image"}], 0.0), images=True) == [1, {"type": "image"}]
 
