@@ -57,7 +57,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     if any(fraction is not None for fraction in fractions):
         # As in TRL: each part gives its first rows, as many as the fractions allow without repeating a row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
-            raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part one.")
+            raise ValueError(f"`fraction` is {fractions} in `datasets`: give a fraction to every part or to none.")
         if not all(isinstance(part, Dataset) for part in parts):
             raise ValueError(
                 "`fraction` is given in `datasets`, but a streamed part has no length: remove `fraction` or streaming."
@@ -136,7 +136,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
         isinstance(dataset, IterableDataset) or list(dataset["prompt"]) != list(dataset[column])
     ):
         raise ValueError(
-            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and both may differ: remove one."
+            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and they may differ: remove one."
         )
     if script.system_prompt is None:
         return dataset

@@ -16,6 +16,7 @@ from ..config.policy import KEEPS_MASTER, resolve_optimizer
 from ..config.sharding import TENSOR
 from ..engine.arguments import MOST_SEQUENCES, check_parts, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
+from ..parallel.shards import gradient_dtype
 from ..policy.layers import largest_dropout
 from ..policy.lora import is_adapted, packed_weights
 from ..policy.row_proof import obstacle
@@ -86,7 +87,7 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
     trained = (p for p in model.parameters() if p.requires_grad)
     if optim in KEEPS_MASTER:
         return sum(4 * p.numel() for p in trained)
-    return sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
+    return sum(p.numel() * gradient_dtype(p).itemsize for p in trained)
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
