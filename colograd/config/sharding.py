@@ -14,7 +14,8 @@ from .knob import knob
 # With these strategies each rank trains the tensors that its vLLM rank samples with.
 # The suffix names the state that ranks with equal tensors divide among them.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-OFFERED = registry.names("sharding")
+# Name of a strategy -> its extension. The names that the core knows are here for the error if the folder is missing.
+OFFERED = {"fsdp": "fsdp"} | dict.fromkeys(TENSOR, "tensor_parallel") | registry.names("sharding")
 LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import needs
 from transformers import LlamaConfig, MixtralConfig, Qwen3VLConfig
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
@@ -39,11 +38,8 @@ def without_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         (lambda: GRPOConfig(router_replay=True), "router_replay: true needs the extension `experts`"),
         (lambda: GRPOConfig(overlap="auto"), "overlap: 'auto' needs the extension `overlap`"),
-        pytest.param(
-            lambda: GRPOConfig(sharding="tensor"),
-            "sharding: 'tensor' needs the extension `tensor_parallel`",
-            marks=needs("tensor_parallel"),
-        ),
+        (lambda: GRPOConfig(sharding="tensor"), "sharding: 'tensor' needs the extension `tensor_parallel`"),
+        (lambda: GRPOConfig(sharding="fsdp"), "sharding: 'fsdp' needs the extension `fsdp`"),
         (lambda: GRPOConfig(gradient_checkpointing="offload"), "offload needs the extension `offload`"),
         (lambda: GRPOConfig(carry_over=0.8), "carry_over: 0.8 needs the extension `carry_over`"),
         (lambda: ModelConfig(load_in_4bit=True), "load_in_4bit: true needs the extension `quantized`"),

@@ -150,7 +150,14 @@ ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": Gradi
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    way = ON_HOST[strategy_name(config)] if config.offloads_gradients else way
+    if config.offloads_gradients:
+        name = strategy_name(config)
+        if name not in ON_HOST:  # another extension's
+            raise ValueError(
+                f"offload_gradients is true, but sharding: {name} sums gradients on the GPU: set offload_gradients: "
+                "false, or sharding: gradients."
+            )
+        way = ON_HOST[name]
     if not config.streams_optimizer:
         return way
 
