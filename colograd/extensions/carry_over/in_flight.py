@@ -38,7 +38,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Versions(Rider):
-    """The weights' version for each token of a completion. A rollout without `Versions` has one: `policy_version`.
+    """Versions of the weights that sampled a completion. Without `Versions` all tokens have `Rollout.policy_version`.
 
     The round at step 7 sampled two tokens of this completion, and the round at step 8 two further tokens:
 

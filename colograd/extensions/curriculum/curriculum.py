@@ -56,7 +56,7 @@ class CurriculumOrder(StepOrder):
         if state and state.get("rows") != self.num_rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
-                f"dataset has {self.num_rows}: use that dataset, or set ignore_data_skip: true for an empty record."
+                f"dataset has {self.num_rows}: use the same dataset, or set ignore_data_skip: true to start anew."
             )
         self.drawn = np.zeros(self.num_rows, dtype=np.int32)
         self.last = np.full(self.num_rows, -1, dtype=np.int32)

@@ -67,7 +67,7 @@ class CodeEval:
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: Any
     ) -> tuple[dict[str, float], dict[int, list[Any]]]:
-        """Return two dicts: name -> pass@k, and a reference's index -> list of (prediction's index, whether passed)."""
+        """Return two dicts: "pass@k" -> value, and reference's index -> list of (prediction's index, passed)."""
         passes = [
             [run_python(f"{code}\n{tests}\n", CODE_SECONDS) for code in candidates]
             for tests, candidates in zip(references, predictions, strict=True)

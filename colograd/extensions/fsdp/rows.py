@@ -151,7 +151,7 @@ class GatheredWeights(PlannedSync):
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
     """Return weight sync `gathered`. If possible, first move the policy's parameters into the engine's tensors.
 
-    So the device needs no memory for a second copy of the weights until FSDP shards the policy."""
+    Then the device needs no memory for a second copy of the weights before FSDP shards the policy."""
     if not any(obstacle(part) for part in pairing.slices):
         bind(pairing.slices)
         move(pairing.policy, pairing.device)  # the policy's parameters are on the device already, so only buffers move

@@ -344,5 +344,5 @@ def test_tools_are_refused(tiny_model: Path, tmp_path: Path) -> None:
         """
         return place
 
-    with pytest.raises(ValueError, match=r"carry_over is 0\.6, but with tools"):
+    with pytest.raises(ValueError, match=r"carry_over is 0\.6, but can't be combined with tools"):
         GRPOTrainer(str(tiny_model), tiny.vowels, tiny.config(tmp_path, **tiny.CARRYING), tiny.prompts(), tools=[look])
