@@ -132,7 +132,7 @@ class Session:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Return a text for a request's seed. Requests with other contexts don't influence this text."""
+        """Return the text that seeds a request. Requests with other ``ids`` (context tokens) don't change the text."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._requests_of[digest] += 1

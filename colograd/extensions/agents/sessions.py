@@ -52,8 +52,8 @@ PLACE = 4  # Number of first bytes of a record's content, which hold the session
 
 
 class SessionLog:
-    """Ended agent sessions on disk, so that a resumed run doesn't repeat them. Files of other ``conditions`` (weights
-    and settings) are deleted. After a write error a resumed run repeats the session."""
+    """Ended agent sessions on disk, so that a resumed run doesn't repeat them. Files that were written under other
+    ``conditions`` (weights and settings) are deleted. A session that can't be written is repeated after a resume."""
 
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
@@ -230,7 +230,7 @@ class AgentSessions:
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
-    """Return (columns for reward functions, why the program failed or "")."""
+    """Return a session's columns for reward functions, and why its program failed ("" for a success)."""
     none: dict[str, Any] = {REWARD: None}
     if outcome.kind == "late":
         return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."

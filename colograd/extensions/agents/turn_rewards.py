@@ -28,7 +28,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def _rule_broken(values: Any, answers: int) -> str:
-    """Return the end of an error's text, or "" if ``values`` are valid rewards of single answers."""
+    """Return "" if ``values`` are valid rewards, one per answer. Else return the values and the rule for an error."""
     fine = isinstance(values, Sequence) and len(values) == answers
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""
@@ -80,15 +80,15 @@ def with_turn_rewards(
 ) -> torch.Tensor:
     """Add the advantages of single answers to a group's advantages.
 
-    The program and reward functions may give each answer a reward. An answer's total sums them, with the weights of
-    the reward functions. An answer's advantage compares this total with the totals of all answers in the group.
+    The program (with weight 1) and each reward function may return a reward per answer. An answer's total is the
+    weighted sum of its rewards. An answer's advantage compares its total with the totals of all answers in the group.
 
     Args:
         advantages: [G], one advantage per session.
         weights: weight by name of a reward function.
 
     Returns:
-        [sum C], one advantage per completion token. But ``advantages`` if no answer has a reward, or a session failed.
+        [sum C], one advantage per completion token. If no answer has a reward, or a session failed: ``advantages`` [G].
     """
     of_sessions: list[list[float]] = []  # Per session: one total per answer, or an empty list.
     for rollout in group.rollouts:

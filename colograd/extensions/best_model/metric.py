@@ -59,7 +59,7 @@ def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool)
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
-    """Return a warning if an evaluation lacks ``metric_for_best_model``, else "". Raise if the name seems wrong."""
+    """Return a warning if ``metrics`` lack ``metric_for_best_model``, else "". Raise if this name seems misspelt."""
     if (name := f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}") in metrics:
         return ""
     if earlier or "/" in name or re.search(r"_(reward|reward_std|pass@\d+)$", name):

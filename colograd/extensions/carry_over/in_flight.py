@@ -38,7 +38,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Versions(Rider):
-    """The versions of the weights that sampled a completion's tokens, unless all are `Rollout.policy_version`.
+    """Versions of the weights that sampled a completion. Without `Versions` all tokens have `Rollout.policy_version`.
 
     The round at step 7 sampled two tokens of this completion, and the round at step 8 two further tokens:
 
@@ -199,9 +199,9 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-    """Read a file of `write_round_end`. Return None if the file isn't whole, or if it doesn't fit.
+    """Read a file of `write_round_end`. Return None if the file is missing or incomplete.
 
-    It doesn't fit if another number of ranks wrote it, or if a position has no prompt."""
+    Also return None if another number of ranks wrote the file, or if ``prompt_at`` has no prompt for a group."""
     records = list(read_records(path)) if path.is_file() else []
     if not records:
         return None
@@ -216,7 +216,7 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
                 return None
             groups.append(group_of(record.content, prompt).group)
             if groups[-1].rollouts[0].input != prompt.input:
-                raise JournalError(f"the group at position {prompt.position} is of another prompt")
+                raise JournalError(f"the group at position {prompt.position} belongs to another prompt")
         return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
     except NONSENSE as error:
         raise JournalError(

@@ -42,8 +42,8 @@ class CarryOverFeature(SourceFeature):
         others["a column of images"] = arguments.has_images
         if name := next((name for name, value in others.items() if value), None):
             raise ValueError(
-                f"carry_over is {config.carry_over}, but with {name} a completion isn't a single answer of the engine "
-                "to a text. Only such answers can stop and go on: leave one of the two out."
+                f"carry_over is {config.carry_over}, but can't be combined with {name}. Only a completion that the "
+                "engine alone writes, from a text, can stop and continue: remove one of the two."
             )
         return cls()
 
@@ -58,7 +58,7 @@ class CarryOver:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield `InFlight.takes` groups in training, and all groups in an evaluation."""
+        """Yield finished groups. In training yield only `InFlight.takes` groups, and leave all others in flight."""
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return
@@ -96,7 +96,7 @@ class CarryOver:
     def _submit(
         self, groups: Mapping[int, Group], sampling: Sampling, seed: int, purpose: str
     ) -> dict[str, tuple[int, int]]:
-        """Submit unfinished completions. Return (group's position, completion's index) by request."""
+        """Submit unfinished completions. Return a dict: request's name -> (group's position, completion's index)."""
         requests = {}
         # A resumed run may have more groups than `size`, if `carry_over` or the number of ranks has changed.
         for position, group in itertools.islice(groups.items(), self.in_flight.size):
@@ -173,7 +173,7 @@ class CarriedRound(PlainRound):
                 LOGGER.warning(line)
 
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
-        """Repeat a recorded round, or return None if the rollout log lacks a group."""
+        """Restore a round from the rollout log. Return None if the log lacks a group of the round."""
         done = [prompt for prompt in pool if prompt.position in end.done]
         scoring = stages.scoring(stages, done)
         assert stages.journal is not None

@@ -56,7 +56,7 @@ class CurriculumOrder(StepOrder):
         if state and state.get("rows") != self.num_rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
-                f"dataset has {self.num_rows}: give the same dataset, or set ignore_data_skip: true for a new record."
+                f"dataset has {self.num_rows}: use the same dataset, or set ignore_data_skip: true to start anew."
             )
         self.drawn = np.zeros(self.num_rows, dtype=np.int32)
         self.last = np.full(self.num_rows, -1, dtype=np.int32)
@@ -73,7 +73,7 @@ class CurriculumOrder(StepOrder):
         return {"rounds": self.rounds, "rows": self.num_rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Record the sampled round's prompts as (position, pass rate). NaN: no completion was judged."""
+        """Record (position, pass rate) of the round's prompts. The pass rate is NaN if no completion was judged."""
         for position, rate in sorted(dict(passes).items()):
             row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1
@@ -130,7 +130,7 @@ class CurriculumOrder(StepOrder):
         return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield (mask of rows, number of rows to draw) per pool. Random rounding keeps the shares on average."""
+        """Yield each pool's rows (a mask), and how many to draw. Rounding is random, so shares hold on average."""
         shares = self.settings.shares
         if shares is None:
             return
@@ -176,7 +176,7 @@ def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
     values, names = [str(value) for value in _column(dataset, curriculum.column)], list(curriculum.shares or ())
     if other := sorted({*values} - {*names}):
         problem = f"the column {curriculum.column!r} has the value {other[0]!r}, which has no share"
-        remedy = "give the value a share. 0 keeps its prompts out while others are left"
+        remedy = "give the value a share. With 0 its prompts are drawn only if another pool has too few"
         raise ValueError(f"curriculum: {problem} (shares has {listed(names)}): {remedy}.")
     if absent := [name for name in names if name not in set(values)]:
         present = f"the column {curriculum.column!r} has only {listed(sorted({*values}))}"
@@ -196,4 +196,4 @@ def _column(dataset: Any, column: str | None) -> list[Any]:
     if column in dataset.column_names:
         return list(dataset[column])
     present = listed(dataset.column_names)
-    raise ValueError(f"curriculum: the dataset has no column {column!r}; it has {present}: name one.")
+    raise ValueError(f"curriculum: the dataset has no column {column!r}; it has {present}: name one of these.")

@@ -84,12 +84,13 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         if self.solved_at is not None and not 0 < self.solved_at <= 1:
-            rule = "a pass rate in (0, 1]: with 1.0 a prompt rests if all its last completions passed, with null none"
+            rule = "a pass rate in (0, 1]. A prompt rests at this pass rate or above. With null no prompt rests"
             raise ValueError(f"curriculum: solved_at is {self.solved_at}, but must be {rule}.")
         if self.revisit_after < 0:
             raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but must be at least 0: raise it.")
         if self.column is not None and self.shares is None:
-            raise ValueError(f"curriculum: column is {self.column!r}, but shares is missing: set its values' shares.")
+            rule = "but shares is missing: set a share for each value in the column"
+            raise ValueError(f"curriculum: column is {self.column!r}, {rule}.")
         if self.shares is not None:
             if any(not 0 <= value < math.inf for share in self.shares.values() for _, value in share.points):
                 raise ValueError("curriculum: a share is negative or infinite: give finite shares of at least 0.")

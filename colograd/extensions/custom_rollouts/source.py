@@ -42,8 +42,8 @@ class UserFeature(SourceFeature):
         if write is None:
             return None
         if others["tools"] or others["environment_factory"] is not None:
-            why = "rollout_func writes completions by itself, so that tools and environment_factory would never be used"
-            raise ValueError(f"{why}: give either rollout_func or the other two.")
+            why = "rollout_func writes whole completions, so that tools and environment_factory would never be used"
+            raise ValueError(f"{why}: remove rollout_func, or remove tools and environment_factory.")
         if isinstance(write, str):
             write = find_object(write, "rollout_func", callable)
         if hasattr(write, "generate"):
@@ -53,7 +53,7 @@ class UserFeature(SourceFeature):
             raise ValueError(f"rollout_func is the class {write.__name__} without a method `generate`: {remedy}.")
         if config.router_replay:
             why = "a rollout_func returns tokens without the experts that the engine chose"
-            raise ValueError(f"router_replay is true, but {why}: set it to false, or write a rollout source.")
+            raise ValueError(f"router_replay is true, but {why}: set router_replay: false, or write a rollout source.")
         if config.replays_truncation:
             raise ValueError(f"{TRUNCATED} a rollout_func doesn't return the truncated distribution: {UNCORRECTED}")
         return cls(write)
@@ -69,10 +69,10 @@ class UserFeature(SourceFeature):
 class CustomRollouts:
     """A rollout source that calls a user's function in place of the engine.
 
-    The function is ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
+    The function is ``f(prompts) -> dict``. ``prompts`` has each prompt once per completion (repetitions adjacent).
     The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (in nats), one list per completion. ``env_mask``
-    is optional (1: the model wrote the token, 0: the environment did). Reward functions get all other entries:
-    sequences with a value per completion, or single values for all completions."""
+    is optional (1: the model wrote the token, 0: the environment did). Reward functions get all other entries. An
+    entry is a sequence with a value per completion, or a single value that applies to all completions."""
 
     engine: Engine
     function: Callable[[list[Any]], dict[str, Any]]
@@ -105,15 +105,15 @@ class CustomRollouts:
                 answer[name] = [values] * size
             elif not hasattr(values, "__len__") or len(values) != size:
                 number = len(values) if hasattr(values, "__len__") else "a single"
-                rule = "(each prompt is repeated once per completion): return one for each, in their order"
+                rule = "(each prompt is repeated once per completion): return one per prompt, in the prompts' order"
                 raise ValueError(f"rollout_func returned {number} {name} for {size} prompts {rule}.")
         masks = answer.pop("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
         needed, rollouts = [answer.pop(name) for name in NEEDED], []
         for index, (prompt, ids, logprobs, mask) in enumerate(zip(*needed, masks, strict=True)):
             where = f"rollout_func, completion {index}"
             if not len(ids) == len(logprobs) == len(mask) or not len(ids):
-                found = f"{len(ids)} completion_ids, {len(logprobs)} logprobs and a mask of {len(mask)}"
-                raise ValueError(f"{where}: {found}: the three lengths must be equal, and at least 1.")
+                found = f"has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values in env_mask"
+                raise ValueError(f"{where} {found}, but the three lengths must be equal, and at least 1.")
             prompt_ids, tokens = tuple(map(int, prompt)), [*map(int, ids)]
             if (highest := max((*prompt_ids, *tokens))) >= self.engine.vocab_size:
                 rule = f"as the model's embedding has {self.engine.vocab_size:,} rows: use the tokenizer of the model"

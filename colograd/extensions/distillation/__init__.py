@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher model's log-probabilities change the advantages, or its KL divergence the loss."""
+"""On-policy distillation: a teacher's log-probabilities change the advantages, or a KL term is added to the loss."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "run:CONFLICTS",

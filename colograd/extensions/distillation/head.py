@@ -25,7 +25,7 @@ class TeacherHead:
 
     @classmethod
     def of(cls, model: Any, device: torch.device | None = None) -> TeacherHead:
-        """Return a model's head. With ``device`` a copy there, for a teacher that is offloaded or sharded by FSDP."""
+        """Return a model's head, or its copy on ``device``. Teachers that are offloaded or sharded need the copy."""
         head = model.get_output_embeddings()
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
         bias = None if bias is None else bias.detach()
@@ -41,7 +41,7 @@ class TeacherHead:
         return self.logits(row.batch.scores["teacher_states"], row.temperature, row.candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return logits of ``states`` (N, hidden). ``candidates``: tokens of each label's distribution (None: all)."""
+        """Return logits of ``states`` (N, hidden). ``candidates``: tokens that the softmax is over (None: all)."""
         head = Head.of(self.model, temperature, states.device, candidates)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 

@@ -30,8 +30,8 @@ class AdvantageTerm(LossTerm):
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
         """Add weight * (log p_teacher - log pi_old) to the advantages of tokens that a teacher scored.
 
-        The mean of this gain over the policy's samples is minus weight times the token's reverse KL divergence
-        (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later tokens)."""
+        Averaged over tokens that the policy samples, this term is -weight * KL(policy || teacher) at the token's
+        position (MiniLLM, arXiv 2306.08543, eq. 3, without the terms of later positions)."""
         gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
 

@@ -63,7 +63,7 @@ def check_teacher_column(prompts: Any, args: GRPOConfig) -> None:
 
 
 def goes_without_rewards(args: GRPOConfig) -> bool:
-    """Return whether the run has a teacher. Raise a ValueError if it has one, and a setting needs rewards."""
+    """Return whether a teacher makes reward functions unnecessary. If so, raise for settings that need rewards."""
     if not args.distils:
         return False
     if args.dynamic_sampling:

@@ -137,8 +137,8 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
         if config.cuts_weights and (is_packed or source.adapter) and not config.offload_teacher:
             what = "quantised" if is_packed else "an adapter on its base"
             raise ValueError(
-                f"The teacher {source.name!r} is {what}, which sharding: fsdp can't cut by rows: set sharding: "
-                "gradients, or choose a teacher that is a whole model."
+                f"The teacher {source.name!r} is {what}, but sharding: fsdp can't divide such a teacher. Set sharding: "
+                "gradients, or choose a teacher without quantisation and adapter."
             )
     return policy
 
@@ -177,17 +177,17 @@ def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
     ours = policy.tokenizer.get_vocab()
     if others := [token for token, index in ours.items() if theirs.get(token) != index]:
         first = min(others, key=ours.__getitem__)
-        there = "and isn't among" if first not in theirs else f"and id {theirs[first]} among"
+        there = "none" if first not in theirs else f"id {theirs[first]}"
         raise ValueError(
             f"The teacher {source.name!r} has another tokenizer. Of the policy's {len(ours):,} tokens, {len(others):,} "
-            f"have another id in the teacher's tokenizer. For example, {first!r} has id {ours[first]} in the policy's, "
-            f"{there} the teacher's {len(theirs):,} tokens. A teacher scores the policy's token ids: choose a teacher "
-            "of the same family."
+            f"have another id or none in the teacher's. For example, {first!r} has id {ours[first]} in the policy's "
+            f"tokenizer, and {there} in the teacher's. A teacher scores the policy's token ids: choose a teacher of "
+            "the policy's model family."
         )
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the teacher's bytes on the policy's device, or on all ranks' devices together if FSDP divides it."""
+    """Return the teacher's bytes on one device. If FSDP shards the weights, return the sum over all ranks' devices."""
     source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
@@ -274,7 +274,7 @@ def _of_its_groups(
     field: str, read: Callable[..., torch.Tensor], second: Any, model: Any, row: PackedRow, temperature: float,
     name: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute one teacher's values for a packed row. One of several teachers (``name``) scores only its own groups."""
+    """Compute a teacher's values for a packed row. A teacher with a ``name`` scores only prompts that name it."""
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]

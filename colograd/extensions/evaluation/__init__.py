@@ -2,7 +2,7 @@
 
     TaskSpec -> HarnessBenchmark -> sitting.take (engine, Judge in workers) -> results.SuiteResult
 
-The harness provides prompts, filters and metrics. The engine samples a task's questions with equal sampling settings
-together."""
+The harness provides prompts, filters and metrics. The engine samples all questions of a task that have equal sampling
+settings in one call."""
 
 HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "sitting:with_benchmarks"}

@@ -145,7 +145,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
     try:
         if name.endswith(YAML):
             if not Path(name).is_file():
-                raise ValueError(f"there is no such file (looked from {Path.cwd()})")
+                raise ValueError(f"there is no such file (current directory: {Path.cwd()})")
             return _manager((str(Path(name).resolve().parent), *include), False).load([name])
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
@@ -264,7 +264,8 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
         temperature = rules.temperature
     if temperature == 0 and n > 1:
         raise ValueError(
-            f"{name}: {n} completions per question at temperature 0 would be equal: raise it, or ask for 1."
+            f"{name}: {n} completions per question at temperature 0 would be equal: raise the temperature, or "
+            "request 1 completion."
         )
     if rules.top_p is not None:
         options["top_p"] = rules.top_p
@@ -279,5 +280,5 @@ def stops(kwargs: dict[str, Any]) -> list[str]:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model reasons before its answer. If so, stop strings cut only the answer."""
+    """Return whether the model reasons before its answer. If so, stop strings apply only behind the reasoning."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

@@ -46,7 +46,7 @@ class Judge:
         return _restored, (cloudpickle.dumps(self.task),)
 
     def __call__(self, instances: Sequence[Any], responses: Sequence[list[Any]]) -> dict[tuple[str, str], Any]:
-        """Return (metric, filter) -> value. ``responses``: per request texts or (log-probability, is greedy)."""
+        """Return one question's values by (metric, filter). ``responses``: a list per request, of texts or scores."""
         doc, self.task._instances = instances[0].doc, list(instances)
         for instance, of_one in zip(instances, responses, strict=True):
             instance.resps = list(of_one)
@@ -67,7 +67,7 @@ class CodeEval:
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: Any
     ) -> tuple[dict[str, float], dict[int, list[Any]]]:
-        """Return pass@k by name, and index of a reference -> (index, passed) of its predictions."""
+        """Return two dicts: "pass@k" -> value, and reference's index -> list of (prediction's index, passed)."""
         passes = [
             [run_python(f"{code}\n{tests}\n", CODE_SECONDS) for code in candidates]
             for tests, candidates in zip(references, predictions, strict=True)
@@ -97,7 +97,7 @@ def code_runs_apart() -> Iterator[None]:
 
 
 def run_python(program: str, seconds: float) -> bool:
-    """Run a model's Python program, apart from the trainer's environment. Return whether it reached its last line."""
+    """Run a model's Python program without the trainer's environment variables. Return whether it reached its end."""
 
     def limit() -> None:
         for kind, most in (

@@ -131,7 +131,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
 
 
 def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Return (sum of log-probabilities, is greedy) per (context, continuation) of token ids."""
+    """Return each continuation's log-probability, and whether it is greedy. ``parts``: (context, continuation) ids."""
     names = [engine.submit([*context, *target], SCORED, seed=0) for context, target in parts]
     ended: dict[str, list[Sampled]] = {}
     while len(ended) < len(names):
@@ -183,7 +183,7 @@ class RunBenchmark(HarnessBenchmark):
 
 
 def with_benchmarks(dataset: Any, policy: Any, args: Any, context: int | None) -> Any:
-    """Replace names of benchmarks in ``eval_dataset``: one name, a list of names, or values of a dict."""
+    """Replace benchmarks' names in ``eval_dataset`` (one name, a list, or a dict's values) by `RunBenchmark`s."""
     if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
         dataset = names_of([dataset] if isinstance(dataset, str) else dataset)
     if not isinstance(dataset, Mapping) or not (texts := [one for one in dataset.values() if isinstance(one, str)]):

@@ -41,7 +41,7 @@ class TaskSpec:
 
 
 def names_of(texts: Sequence[str]) -> Mapping[str, str]:
-    """Return task's name in metrics -> its text in the settings. Raise if two tasks share a name."""
+    """Return a dict: a task's name in metrics -> the task's text in settings. Raise if two tasks share a name."""
     check_harness()
     names: dict[str, str] = {}
     for text in texts:

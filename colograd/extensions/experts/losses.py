@@ -67,7 +67,7 @@ def statistics(
 
     ``routing/balance_loss`` is E times the sum over experts of (fraction of tokens) times (mean probability), from
     Switch Transformer, arXiv 2101.03961, equations 4 to 6. All layers are pooled, as in transformers'
-    `load_balancing_loss_func`. An even spread gives the number of experts per token.
+    `load_balancing_loss_func`. With equal loads of all experts the loss equals the number of experts per token.
     ``routing/largest_load`` is the largest load of an expert in a layer divided by the mean load, averaged over layers.
     ``routing/entropy`` is the mean entropy of a router's distribution over the experts of a layer, per token, in nats.
 

@@ -1,7 +1,7 @@
 """Router replay (R3, arXiv 2510.11370): the trainer sends a token to the experts that the engine's router chose.
 
 Trainer and engine round differently, so that their routers could choose different experts for nearly equal scores. Only
-the choice is replayed. The factors of the experts' outputs come from the trainer's router, which so gets a gradient.
+the choice is replayed. The trainer's router computes the factors of the experts' outputs, and gets their gradients.
 """
 
 from __future__ import annotations

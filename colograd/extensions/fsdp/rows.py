@@ -95,7 +95,7 @@ def gathered(
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in the destination of ``part``, and values of ``rows`` to write there. None: nothing to write."""
+    """Return indices in ``part.destination``, and the values of ``rows`` for them. None: there are no such values."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]
@@ -149,9 +149,9 @@ class GatheredWeights(PlannedSync):
 
 
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
-    """Return weight sync `gathered`. If possible, the policy shares the engine's memory until FSDP shards the policy.
+    """Return weight sync `gathered`. If possible, first move the policy's parameters into the engine's tensors.
 
-    Then the device needs no memory for two copies of the weights."""
+    Then the device needs no memory for a second copy of the weights before FSDP shards the policy."""
     if not any(obstacle(part) for part in pairing.slices):
         bind(pairing.slices)
         move(pairing.policy, pairing.device)  # the policy's parameters are on the device already, so only buffers move

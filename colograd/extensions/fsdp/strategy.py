@@ -184,7 +184,7 @@ class FullySharded(SharedParts):
         self._entered[model] = None
 
     def sum_gradients(self) -> None:
-        """Set missing gradients to zeros. The backwards have summed the others over ranks."""
+        """Set missing gradients to zeros. All other gradients were summed over ranks in the backwards."""
         for piece in self._pieces.values():
             if piece.part.grad is None:
                 piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)

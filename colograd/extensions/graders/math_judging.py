@@ -60,9 +60,10 @@ def _shown(parsed: list[Any]) -> str:
 
 
 def _answer_in(text: str) -> str:
-    r"""Return the last ``\boxed{}`` of a text, or the whole text, in a form that math-verify reads.
+    r"""Return the last ``\boxed{}`` of a text in a form that math-verify reads. Without a box return the whole text.
 
-    The last boxes are kept together if only commas or "and" join them. math-verify would also keep corrected ones."""
+    Boxes before the last one are returned too if only commas, semicolons, "and" or "or" join them to it. math-verify
+    alone would also read a box that the text corrects later."""
     boxes: list[tuple[int, int, str]] = []
     opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
@@ -84,7 +85,7 @@ def _answer_in(text: str) -> str:
 
 
 def _readable(text: str) -> str:
-    r"""Return a text that math-verify can read: without a final full stop, 1e-05 or \varnothing."""
+    r"""Remove a final full stop, and rewrite 1e-05 and ``\varnothing``, because math-verify can't read them."""
     text = re.sub(r"(?<!\\)[.\s]+\Z", "", text).replace(r"\varnothing", r"\emptyset")
 
     def without_exponent(number: re.Match[str]) -> str:

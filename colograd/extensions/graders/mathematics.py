@@ -28,8 +28,9 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Return for each completion 1.0 if math-verify finds its LaTeX answer equal to the ``solution``, else 0.0.
 
-    The rule is TRL's: the answer is the last box, or else LaTeX behind words such as "the answer is". None: the
-    solution can't be parsed. The completions table gets ``solution``, ``gold_parsed`` and ``answer_parsed``."""
+    As in TRL, the answer is the last box. Without a box it is LaTeX behind words such as "the answer is". The reward
+    is None if the solution can't be parsed. The completions table gets the columns ``solution``, ``gold_parsed`` and
+    ``answer_parsed``."""
     texts = [None if completion is None else text_of(completion) for completion in completions]
     verdicts = [*map(functools.partial(compare, bare_numbers=False), texts, solution)]
     if log_extra is not None:
@@ -49,8 +50,8 @@ def reasoning_accuracy_reward(
     """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
 
     Args:
-        reasoning_delimiters: texts that end the reasoning, by default ``</think>``. The first one in the list that
-            the completion contains counts, where it occurs last."""
+        reasoning_delimiters: texts that end the reasoning, by default ``</think>``. Only the first text of the list
+            that the completion contains is used. The reasoning ends at its last occurrence."""
     answers: list[str | None] = []
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
@@ -63,8 +64,8 @@ def math_answer_reward(
 ) -> list[float | None]:
     """Return for each completion 1.0 if the answer behind its reasoning equals ``expected_answer``, else 0.0.
 
-    The answer is the last box, or else other LaTeX, or else a bare number (lighteval's rule for MATH-500 and AIME).
-    The reward is None if the expected answer can't be parsed.
+    As in lighteval for MATH-500 and AIME, the answer is the last box. Without a box it is other LaTeX, and without
+    LaTeX a bare number. The reward is None if the expected answer can't be parsed.
     """
     begun = thought_begun(prompt_texts, len(completions))
     texts = [
@@ -76,7 +77,7 @@ def math_answer_reward(
 
 
 def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text`` (None: the reasoning doesn't end). After a crash or time-out it counts as wrong."""
+    """Judge the answer in ``text``. Unfinished reasoning (None), a crash or a time-out counts as a wrong answer."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
     if text is None:

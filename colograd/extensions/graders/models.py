@@ -50,8 +50,8 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
 class RewardModel(ModelReward):
     """A reward function that runs a model. The reward is the model's logit for prompt and completion.
 
-    Models of transformers give the logit at the last token that isn't their padding token. The chat template writes
-    conversations; plain texts are concatenated. As in TRL 1.16, no special tokens are added.
+    Models of transformers return the logit at the last token that isn't padding. The chat template formats
+    conversations. Plain prompts and completions are concatenated. As in TRL 1.16, no special tokens are added.
 
     Args:
         model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.

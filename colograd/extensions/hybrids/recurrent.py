@@ -55,7 +55,7 @@ def keep_uncompiled(model: torch.nn.Module) -> None:
 
 
 def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the recurrent submodules: with a causal convolution and a cache, but no attention."""
+    """Yield the recurrent layers: submodules with a convolution and a cache argument that aren't attention."""
     for part in module.modules():
         kind: Any = type(part)
         if any(isinstance(child, torch.nn.Conv1d) for child in part.children()) and _cache_name(kind):
@@ -64,7 +64,7 @@ def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _cache_name(kind: Any) -> str:
-    """Return the name of the cache argument, or "" for attention and layers without a cache."""
+    """Return the name of the forward's cache argument, or "" for attention and layers without a cache."""
     names = inspect.signature(kind.forward).parameters
     return "" if "position_embeddings" in names else next((name for name in CACHES if name in names), "")
 
@@ -128,7 +128,7 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Return the stored inputs and then the new ``inputs``, (B, channels, tokens). Zeros in front fill up to K."""
+        """Return stored and new inputs, (B, channels, tokens), zero-padded in front to at least K. Store the last K."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
             inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)
@@ -142,8 +142,8 @@ class _States:
 
 
 class _Batch(NamedTuple):
-    """B sequences that go through a recurrent layer together, padded to L tokens. A parent (a
-    segment that later sequences continue) is alone, because padding would change the parent's last state."""
+    """B sequences that a recurrent layer computes together, padded to L tokens. A sequence that later sequences
+    continue (a parent) has its own batch, because padding would change its last state."""
 
     segments: tuple[int, ...]  # Last segment of each sequence.
     parents: tuple[int, ...]  # Segment that each sequence continues. Empty: the sequences start anew.

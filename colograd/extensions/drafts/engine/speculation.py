@@ -1,9 +1,9 @@
 """Speculative decoding that samples the same tokens as decoding without drafts.
 
-vLLM accepts or replaces a draft with random numbers that decoding without drafts doesn't draw (arXiv 2211.17192). A
-completion would depend on the drafts, and through them on other sequences of the batch. Here each position's token
-is sampled with the random numbers of its request, as without drafts. A draft is accepted if it equals the sampled
-token, so the tokens have the target model's distribution.
+vLLM draws additional random numbers to decide whether it accepts a draft (arXiv 2211.17192). So a completion would
+depend on the drafts, and through the drafts on other sequences of the batch. Here each position's token is sampled
+with the random numbers of its request, as without drafts. A draft is accepted if it equals the sampled token, so the
+tokens have the target model's distribution.
 """
 
 from __future__ import annotations
