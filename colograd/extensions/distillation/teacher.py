@@ -189,11 +189,11 @@ def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
     """Return the teacher's bytes on one device. If FSDP shards the weights, return the sum over all ranks' devices."""
     source = _Source(config, policy)
+    copies = config.world_size if config.cuts_weights else 1  # With FSDP the plan divides the result by the ranks.
     if _values_for(source, policy) is not None:
-        return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
+        return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors")) * copies
     found = source.outline()
     head = TeacherHead.of(found).nbytes if config.distillation_kl == "exact" else 0
-    copies = config.world_size if config.cuts_weights else 1  # With FSDP the plan divides the result by the ranks.
     if offloads(config, config.offload_teacher):
         return head * copies
     packed = to_pack(found, source.quantization or {})
