@@ -69,7 +69,7 @@ class RecordFile:
         self._packing = pa.Codec("zstd")
 
     def append(self, record: Record) -> None:
-        """Append a record. A crash of this process can't lose an appended record. A failure of the machine can, before `flush`."""
+        """Append a record. It survives a crash of this process, but a failure of the machine only after `flush`."""
         if (size := len(record.content)) > LARGEST:
             raise ValueError(f"A record is too large: {size:,} bytes (maximum: {LARGEST:,}).")
         packed, start = bytes(self._packing.compress(record.content, asbytes=True)), self._file.tell()
