@@ -146,7 +146,7 @@ class Progress:
         self._done, self._tokens, self._is_sampled = 0, 0, False
 
     def sampled(self, tokens: int) -> None:
-        """Count tokens of unfinished completions here. After the first call, `update` no longer adds its ``tokens``."""
+        """Add tokens of unfinished completions. Later calls of `update` add no tokens: they would count twice."""
         self._is_sampled = True
         self._tokens += tokens
         self.update(0, done=0)

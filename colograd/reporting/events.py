@@ -24,7 +24,7 @@ class NoRecord(TrainerCallback):
     trackers: Any = None  # An object that sends charts to trackers such as wandb, or None.
 
     def nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing, and return an empty context. All methods below are this one, and some are used as contexts."""
+        """Do nothing. Return an empty context manager, because `with` statements use some of the names below."""
         return _nothing()
 
     # Contexts. `run`: a whole training. `watching`: sampling on this rank. `trains`: forward and backward passes of an

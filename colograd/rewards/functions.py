@@ -72,7 +72,7 @@ class RewardError(RuntimeError):
 
     Attributes:
         function: the reward function's name.
-        position: position of the prompt. If the call scored several groups, this is the first group's prompt.
+        position: position of the group's prompt, or of the first group's prompt if the call scored several groups.
         completion: index among the call's completions, from 0. None: the error concerns the whole call.
         problem: the text of the error."""
 

@@ -96,9 +96,9 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield records if ``wanted(position)`` is true and the content has at most ``largest`` bytes.
+    """Yield each record if ``wanted(position)`` is true and its content has at most ``largest`` bytes.
 
-    The content of other records isn't read. Stop at an incomplete record, or if the content read is damaged."""
+    The content of other records isn't read. Stop at an incomplete record, or if content that is read is damaged."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in heads(file):

@@ -246,7 +246,7 @@ class RolloutStore:
         self._beside.clear()
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return the prompts' recorded groups by position.
+        """Return the prompts' recorded groups, keyed by position.
 
         Also take digests of the prompts' dataset rows, so call it before user code can change the rows."""
         if (file := self.open_files.get(self._newest)) is not None:

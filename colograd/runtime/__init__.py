@@ -1,1 +1,1 @@
-"""Tools for the process: environment variables, imports by path, registered extensions, memory, checks of Hub names."""
+"""Tools for the process: environment variables, imports by path, extensions, memory, checks of Hub names."""

@@ -139,7 +139,8 @@ def free_port() -> int:
 
 
 def follow_launcher() -> None:
-    """Make Linux send this process SIGTERM if `accelerate launch` dies, which forwards no signals to one process."""
+    """Make Linux send this process SIGTERM if `accelerate launch` dies. If `launch` has started only one process, it
+    forwards no signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         _call_glibc("prctl", 1, signal.SIGTERM)  # 1: the constant PR_SET_PDEATHSIG of sys/prctl.h.
 
@@ -157,7 +158,7 @@ def rank_variables() -> Iterator[None]:
 
 
 def drop_inherited_ranks() -> None:
-    """Remove rank variables that a parent process set for itself as rank 0 of 1. The parent still uses the port."""
+    """Remove rank variables that a parent process without a launcher set. The parent still uses the MASTER_PORT."""
     process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
     if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
         for name in (*RANK_VARIABLES, RANK_OF_ONE):

@@ -35,7 +35,8 @@ class Owned:
     shard: Shard | None = None  # This rank's tensor-parallel part. None: ``start`` counts in the parameter.
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of ``whole``. It has the parameter's shape, and the result has ``part``'s."""
+        """Return this rank's elements of ``whole``, a tensor of the parameter's shape. The result has the shape of
+        ``part``."""
         whole = whole if self.shard is None else self.shard.of(whole)
         return whole.reshape(-1)[self.start : self.stop].view(self.part.shape)
 
@@ -91,7 +92,7 @@ class ShardingStrategy(ABC):
         weights that other ranks update, register a hook that calls `gather_weights` after each step."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context. If ranks communicate in `backward`, an error of one rank in it is raised on all ranks."""
+        """Return a context that raises one rank's error on all ranks. Without `meets_in_backward` it does nothing."""
         return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
