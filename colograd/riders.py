@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """A part of a completion: consecutive tokens that attend to the same earlier tokens outside of the part."""
+    """A part of a completion, e.g. a branch. All tokens of the part attend to the same ``context`` tokens before it."""
 
     context: int  # Number of earlier tokens that the part attends to, prompt included.
     length: int  # Number of the part's tokens.
@@ -39,7 +39,7 @@ class Rider:
         return {}, {}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the completion's parts in order, or () for one part. `RowRider.applied` lays out parts in a row."""
+        """Return the completion's parts in order, or () if undivided. `RowRider.applied` makes each part a segment."""
         return ()
 
     @classmethod
@@ -52,14 +52,14 @@ class Rider:
         """Join the riders of a completion's parts, for example of the turns of a conversation.
 
         Args:
-            parts: rider and number of tokens of each part. A tool's answer, for example, has no rider: None.
+            parts: (rider, number of tokens) per part. The rider is None for a part without one, e.g. a tool's answer.
             prompt: number of tokens before the first part.
         """
         return None
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Return a group's rollouts with equal data of riders stored once in memory."""
+        """Return a group's rollouts with riders that share one copy of equal data, to save memory."""
         return rollouts
 
     def to_json(self) -> Any:
@@ -93,7 +93,7 @@ class Media(Rider):
     digest: str  # Digest of the content. Equal content has the same digest in every process.
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Media:
-        """Return the content of a longer input: the prompt ``before``, then the tokens ``ids`` with ``media``."""
+        """Return the content of the input ``before.ids + ids``. ``media`` is the content of ``ids``, or None."""
         return self
 
     def thumbnails(self, *more: Media) -> list[bytes]:
@@ -150,7 +150,7 @@ class RowRider:
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the rider for a part of the row: its ``tokens``, and the labels of indices ``labels`` (on the CPU)."""
+        """Return the rider for the row's slice ``tokens``. ``labels``: indices of the slice's labels, on the CPU."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:

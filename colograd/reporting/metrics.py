@@ -38,7 +38,7 @@ class Metrics:
                 self._extremes[kind, name].append(value)
 
     def reduce(self, counted: bool = True) -> dict[str, float]:
-        """Return all metrics by name, reduced over the ranks with ``counted`` true. All ranks must call this."""
+        """Return all metrics by name, reduced over the ranks that pass ``counted=True``. All ranks must call this."""
         known = iter(numbers(itertools.chain(self._sums.values(), *self._extremes.values())))
         own = {key: next(known) for key in self._sums}
         own |= {key: JOINS[key[0]]([next(known) for _ in values]) for key, values in self._extremes.items()}
@@ -82,12 +82,12 @@ class PhaseTimes:
             watchdog.progress(f"what follows {name}")
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count ``seconds`` of phase ``source`` as phase ``target``, such as a reward call between steps of vLLM."""
+        """Subtract ``seconds`` from phase ``source``, and add them to phase ``target``."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     def begin_step(self) -> None:
-        """Start a new step. Drop the seconds since the last step's end: logging, evaluating or saving took them."""
+        """Start a new step. Drop the seconds that logging, evaluation or saving took since the end of the last step."""
         self.seconds.clear()
         self._step_began = time.perf_counter()
 

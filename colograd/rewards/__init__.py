@@ -1,7 +1,7 @@
 """Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
 A reward function has TRL's signature. It is called with keywords only, for one group of G completions. With
-`reward_call: all` one call scores all groups of a rank. Without ``**kwargs`` it gets only keywords that it names.
+`reward_call: all` one call scores all groups of a rank. Without ``**kwargs`` a function gets only keywords it names.
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
         -> list[float | None]    # one per completion; with an agent also lists with a number per turn

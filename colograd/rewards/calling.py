@@ -85,7 +85,7 @@ def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[st
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a function's parameters. A function without a readable signature gets all keywords."""
+    """Return a function's parameters, or only ``**kwargs`` (it gets all keywords) if its signature can't be read."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):

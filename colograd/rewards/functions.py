@@ -72,7 +72,7 @@ class RewardError(RuntimeError):
 
     Attributes:
         function: the reward function's name.
-        position: position of the group's prompt. A call for several groups has the first group's.
+        position: position of the group's prompt, or of the first group's prompt if the call scored several groups.
         completion: index among the call's completions, from 0. None: the error concerns the whole call.
         problem: the text of the error."""
 
@@ -153,7 +153,8 @@ def _found(spec: str) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Return a function's name for metrics: a partial's inner name, or the class of an object without a name."""
+    """Return a function's name for metrics. A `functools.partial` has the name of the function inside, and an object
+    without `__name__` has the name of its class."""
     function = unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -222,7 +223,7 @@ def check_log(
 
 
 def with_logged_riders(group: Group, logged: Logged) -> Group:
-    """Add riders (data of extensions, such as token weights) that reward functions logged with ``log_extra``."""
+    """Return the group with the riders (extension data, e.g. token weights) that reward functions logged."""
     for kind in (kind for kind in registry.hooks("riders") if kind.COLUMN in logged.columns):
         pairs = zip(group.rollouts, logged.columns[kind.COLUMN], strict=True)
         rollouts = (one if value is None else one.carrying(kind.from_json(value, one)) for one, value in pairs)

@@ -56,7 +56,7 @@ class Scoring:
             call.cancel()
 
     def result(self) -> torch.Tensor:
-        """Wait for rewards, float32 [completions, R]. NaN: the function abstained, was late or failed."""
+        """Await all calls. Return rewards, float32 [completions, R]. NaN: a function abstained, failed or was late."""
         scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]

@@ -65,7 +65,7 @@ def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
         rule = f"a tensor with one entry per completion or per completion token: [{completions}] or [{tokens}]"
         raise ValueError(f"compute_advantages returned {shown(advantages)}, but must return {rule}.")
     if not advantages.float().isfinite().all():
-        remedy = "Return 0 for a completion to leave untrained. The method `combine` ignores NaN rewards."
+        remedy = "Return 0 to leave a completion out of training. The trainer's method `combine` ignores NaN rewards."
         raise ValueError(f"compute_advantages returned an advantage that isn't finite. {remedy}")
     return advantages.float()
 

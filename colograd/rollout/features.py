@@ -52,7 +52,7 @@ class TrainerArguments:
 
 
 class SourceFeature:
-    """The choice of a rollout source (the object that generates completions), with settings that depend on the source.
+    """The choice of a rollout source (the object that generates completions). The attributes describe the source.
 
     The base class chooses the vLLM engine. Extensions register subclasses by the hook ``source``."""
 
@@ -78,7 +78,7 @@ class SourceFeature:
         """Raise a ValueError if the rollout source can't generate completions with this policy."""
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return the dataset of a run without ``train_dataset``. Raise ValueError if the run needs a dataset."""
+        """Return empty prompts for a run without ``train_dataset``. Raise ValueError if the source needs a dataset."""
         raise ValueError("train_dataset is missing: pass a datasets.Dataset with a column `prompt`.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:

@@ -69,7 +69,7 @@ class RecordFile:
         self._packing = pa.Codec("zstd")
 
     def append(self, record: Record) -> None:
-        """Append a record. After the return it survives a crash of this process, but maybe not of the machine."""
+        """Append a record. It survives a crash of this process, but a failure of the machine only after `flush`."""
         if (size := len(record.content)) > LARGEST:
             raise ValueError(f"A record is too large: {size:,} bytes (maximum: {LARGEST:,}).")
         packed, start = bytes(self._packing.compress(record.content, asbytes=True)), self._file.tell()
@@ -96,9 +96,9 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield records with ``wanted`` positions and at most ``largest`` bytes of content. Skip other records unread.
+    """Yield each record if ``wanted(position)`` is true and its content has at most ``largest`` bytes.
 
-    Stop at the first record that is incomplete, or that is read and damaged."""
+    The content of other records isn't read. Stop at an incomplete record, or if content that is read is damaged."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in heads(file):
@@ -118,7 +118,7 @@ def read_records(
 def heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
     """Yield (position, compressed size, uncompressed size, raw header) of each record.
 
-    ``file`` is then at the beginning of the record's content."""
+    At each yield, ``file`` is at the beginning of the record's content."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:

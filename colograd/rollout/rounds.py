@@ -34,7 +34,7 @@ class PlainRound:
         self.around: Callable[[Steps], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """Sample and score the prompts of all steps as one queue. Only the first rank of each engine calls it."""
+        """Sample and score all steps' prompts as one queue. Only the first rank of each engine calls this method."""
         prompts = [prompt for step in steps for prompt in step]
         scoring = stages.scoring(stages, prompts)
         waiting = list[Group]()

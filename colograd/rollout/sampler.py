@@ -114,7 +114,7 @@ class Sampler:
     def stages(self) -> Stages:
         """Return the functions that generate and score groups and compute advantages.
 
-        Methods that a subclass of the trainer overrides replace them. Extensions change them by the hook ``stages``."""
+        Overridden methods of the trainer replace the functions. Extensions change functions by the hook ``stages``."""
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
         if self.evaluates:  # `with_advantages` computes an evaluation's advantages later.
@@ -160,7 +160,7 @@ class Sampler:
         return Ready(torch.cat([checked_rewards(score(group), group, functions) for group in groups]))
 
     def with_advantages(self, groups: Sequence[ScoredGroup]) -> SampledStep:
-        """Compute the advantages of an evaluation's groups. All ranks call this method."""
+        """Compute the advantages that `collect_evaluation` has left at 0. All ranks call this method."""
         with on_all_ranks("the advantages"):
             advantages = [self._checked_advantages(one.group, one.rewards.clone()) for one in groups]
         judged = [dataclasses.replace(one, advantages=own) for one, own in zip(groups, advantages, strict=True)]

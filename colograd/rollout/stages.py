@@ -40,7 +40,7 @@ class RolloutSource(Protocol):
 
 
 class PendingRewards(Protocol):
-    """Rewards that may still be in computation, with methods as in `concurrent.futures.Future`."""
+    """Rewards that may be incomplete until `result` returns. The methods work as in `concurrent.futures.Future`."""
 
     def done(self) -> bool:
         """Return whether all rewards are computed."""
@@ -49,7 +49,7 @@ class PendingRewards(Protocol):
         """Cancel calls of reward functions that haven't begun, and ignore the results of running calls."""
 
     def result(self) -> torch.Tensor:
-        """Wait for all rewards. Return float32 [completions, reward functions], with NaN in the place of no reward."""
+        """Wait for all rewards. Return float32 [completions, reward functions]. NaN means no reward."""
 
 
 BeginScore = Callable[[Sequence[Group]], PendingRewards]
@@ -69,9 +69,9 @@ class InScoring:
         self._signals = 0
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        """Yield a group without rewards per prompt.
+        """Yield one group per prompt. The groups have no rewards yet.
 
-        With `rescore: true`, recorded groups to score again come first. The other prompts are sampled."""
+        With `rescore: true`, recorded groups to score again come first. Then the remaining prompts are sampled."""
         stages = self.stages
         recorded = stages.journal.recall_samples(prompts) if stages.journal is not None else []
         yield from recorded

@@ -80,9 +80,9 @@ class RolloutStore:
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the log for a run that resumes at ``step``. Return messages for the console.
 
-        Rounds from ``step`` on that were recorded with other settings move to another folder, because this run's
-        weights will differ. The round at ``step`` stays if the changed settings don't affect its completions. If
-        reward functions have changed, its groups are scored again.
+        Move rounds of ``step`` and later steps to another folder if they were recorded with other settings, because
+        this run's weights will differ. Keep the round of ``step`` if its completions don't depend on the changed
+        settings. Score its groups again if reward functions have changed.
 
         Raises:
             JournalError: reward functions have changed, and ``rescore`` is False."""
@@ -102,7 +102,7 @@ class RolloutStore:
                 was, now = found.get(REWARD_CODE, ({}, {}))
                 names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
                 raise JournalError(
-                    f"{folder} has rewards of functions that have changed since ({', '.join(names) or 'their names'}): "
+                    f"{folder} was recorded before reward functions changed ({', '.join(names) or 'their names'}): "
                     "set rescore: true to score again, set journal: off to sample anew, or restore the old code."
                 )
             changed |= found
@@ -152,7 +152,8 @@ class RolloutStore:
 
         Raises:
             JournalError: recorded settings that affect completions differ from this run's, or groups were sampled with
-                other weights. After the first call since `start`, other weights are only a warning."""
+                other weights. After the first call since `start`, other weights cause only a warning, because
+                GPU kernels may sum in another order."""
         self._end(self.open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
@@ -245,7 +246,7 @@ class RolloutStore:
         self._beside.clear()
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return position -> recorded group of the prompts.
+        """Return the prompts' recorded groups, keyed by position.
 
         Also take digests of the prompts' dataset rows, so call it before user code can change the rows."""
         if (file := self.open_files.get(self._newest)) is not None:
@@ -273,7 +274,7 @@ class RolloutStore:
         return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
 
     def rounds(self) -> dict[int, Path]:
-        """Return optimizer step of the sampling weights -> folder, for each recorded round of training."""
+        """Return the folders of recorded training rounds, by the optimizer step of the weights that sampled them."""
         pairs = ((step, folder) for step, folder in self._folders() if folder == self.round_folder(step))
         return {step: folder for step, folder in pairs if any(folder.glob("rank-*.records"))}
 

@@ -1,1 +1,1 @@
-"""The process: environment variables that torch and vLLM read once, imports by path, extensions, memory, the Hub."""
+"""Tools for the process: environment variables, imports by path, extensions, memory, checks of Hub names."""

@@ -46,7 +46,7 @@ def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear`, faster for bfloat16 on a CPU where `wanted`."""
+    """Compute `torch.nn.functional.linear`. If `wanted()`, multiply bfloat16 CPU tensors in float32 where faster."""
     if not x.is_cpu or not wanted():
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:
@@ -67,8 +67,8 @@ _room = 0  # Bytes left for further float32 copies.
 
 @contextlib.contextmanager
 def constant_weights() -> Iterator[None]:
-    """Let `linear` keep float32 copies of weights, which must not change in this context. Decoding multiplies by each
-    weight once per step, and casts would take a quarter of decoding's time."""
+    """Let `linear` keep float32 copies of weights. In this context the weights must not change. Decoding multiplies by
+    each weight once per step, and casts would take a quarter of decoding's time."""
     global _copies, _room
     if not wanted():
         yield

@@ -20,7 +20,7 @@ def is_import_path(spec: str) -> bool:
 
 def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
     """Import the object at the import path ``spec``, also from the current directory. A failure is a ValueError that
-    names the setting ``what``. The error may suggest a similar name with ``candidate(value)`` true."""
+    names the setting ``what``. If ``candidate`` accepts a value of a similar name, the error suggests that name."""
     module_name, attribute = _split(spec)
     # Installed scripts (`colograd`, `torchrun`) lack the current directory in `sys.path`; `python -m` has it.
     if not {"", os.getcwd()} & set(sys.path):
@@ -53,8 +53,8 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook for renamed modules. ``moved`` maps the old paths of published recipes, model cards and notebooks to
-    new paths. An old and a new path give the same module object."""
+    """Import hook for renamed modules. ``moved`` maps old module paths, used by published recipes, model cards and
+    notebooks, to new paths. An old and a new path give the same module object."""
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self._moved = dict(moved)

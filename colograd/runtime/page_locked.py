@@ -21,8 +21,8 @@ _reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]]
 
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
-    """Allocate at least ``nbytes`` of host memory. If ``device`` is a GPU, the memory is page-locked, if possible,
-    until the view and all storages that use it are freed."""
+    """Return a view of at least ``nbytes`` of new host memory. If ``device`` is a GPU, the memory is page-locked,
+    if possible, until the view and all storages that use the memory are freed."""
     # Private memory, because few machines allow large pages for shared memory.
     pages = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if len(pages) >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -40,8 +40,8 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
 
 
 def reserve(sizes: Iterable[int], device: torch.device) -> None:
-    """Page-lock buffers of these ``sizes`` in bytes in a thread, for later calls of `host_empty`. For a large model
-    page-locking takes minutes, and runs beside the first generation."""
+    """Start a thread that page-locks one buffer per number of bytes in ``sizes``, for later calls of `host_empty`. For
+    a large model this takes minutes. The first generation runs meanwhile."""
     if device.type != "cuda":
         return
     buffers: list[tuple[int, Future[memoryview]]] = [(size, Future()) for size in sizes]

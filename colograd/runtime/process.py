@@ -52,15 +52,15 @@ def is_verbose(argv: Sequence[str]) -> bool:
 
 
 def command_began() -> float | None:
-    """Return when the command began (`time.perf_counter`). None outside of a command, and from the second call on."""
+    """Return when the command began (`time.perf_counter`). Return None in later calls, and outside of a command."""
     global _command_began
     began, _command_began = _command_began, None
     return began
 
 
 def tell_briefly() -> None:
-    """Print an uncaught error with a true attribute ``says_all`` without its traceback. `FailureDetector.leave` and
-    `ranks.part` need an uncaught error when the process ends."""
+    """Make Python print uncaught errors whose ``says_all`` is true without a traceback. Catching the errors would hide
+    them from `FailureDetector.leave` and `ranks.part`, which read `sys.last_value` when the process ends."""
     usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -94,8 +94,8 @@ def prepare_threads() -> None:
 
 
 def compile_with_threads(given: str | None) -> None:
-    """Set the number of torch.compile's processes to ``given``, or else to a rank's cores. vLLM's import sets the
-    number to 1, so that the policy's layers would be compiled one by one."""
+    """Set the number of torch.compile's processes to ``given`` (default: the cores of a rank, at most 32). vLLM's
+    import sets the number to 1, so that the policy's layers would be compiled one by one."""
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
     # torch._inductor.config reads the variable only when it is imported.
@@ -121,8 +121,8 @@ def _call_glibc(function: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Disable Python's garbage collector. The collector takes a quarter of the time of imports, and of the host's time
-    per token that vLLM samples (400 sequences of 1,500 tokens)."""
+    """Disable Python's garbage collector in this context. The collector takes a quarter of the time of imports. With
+    400 sequences of 1,500 tokens it also takes a quarter of the host's time while vLLM samples."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -139,7 +139,8 @@ def free_port() -> int:
 
 
 def follow_launcher() -> None:
-    """Make Linux send this process SIGTERM when `accelerate launch` dies. With one process it forwards no signals."""
+    """Make Linux send this process SIGTERM if `accelerate launch` dies. If `launch` has started only one process, it
+    forwards no signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         _call_glibc("prctl", 1, signal.SIGTERM)  # 1: the constant PR_SET_PDEATHSIG of sys/prctl.h.
 
@@ -147,7 +148,7 @@ def follow_launcher() -> None:
 @contextlib.contextmanager
 def rank_variables() -> Iterator[None]:
     """Set missing rank variables (RANK, WORLD_SIZE, ...) while a trainer is built, and remove them afterwards.
-    Else programs that this process starts later would inherit them, and torch.distributed would bind the same port."""
+    Otherwise child processes would inherit them, and torch.distributed would bind the same port there."""
     added = prepare_ranks()
     try:
         yield
@@ -157,7 +158,7 @@ def rank_variables() -> Iterator[None]:
 
 
 def drop_inherited_ranks() -> None:
-    """Remove rank variables that a parent process without launcher set for itself. It still uses their MASTER_PORT."""
+    """Remove rank variables that a parent process without a launcher set. The parent still uses the MASTER_PORT."""
     process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
     if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
         for name in (*RANK_VARIABLES, RANK_OF_ONE):

@@ -40,7 +40,7 @@ def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
 
 
 def names(seam: str) -> dict[str, str]:
-    """Return the extension of each name that extensions' `HOOKS` list as "``seam``:name". Import no offer."""
+    """Return the names in `HOOKS` keys "``seam``:name", each with the extension that has the key. Import no offer."""
     offered: dict[str, str] = {}
     for name in installed():
         keys = importlib.import_module(f"{extensions.__name__}.{name}").HOOKS
@@ -50,7 +50,7 @@ def names(seam: str) -> dict[str, str]:
 
 def require(extension: str, setting: str, instead: str = "remove the setting") -> None:
     """Raise ValueError if an extension's folder is missing. ``setting`` is the text of the setting that needs the
-    extension, such as `router_replay: true`. The error advises to restore the folder, or ``instead``."""
+    extension, such as `router_replay: true`. ``instead`` is the error's second remedy, after restoring the folder."""
     if extension not in installed():
         raise ValueError(
             f"{setting} needs the extension `{extension}`, but colograd/extensions/{extension} is missing: restore "

@@ -9,7 +9,7 @@ THUMBNAIL_BYTES = 4096
 
 
 def size_of(model_config: Any, *names: str) -> int:
-    """Return the largest value of attributes of a transformers configuration, over all layers; 0 without a value."""
+    """Return the largest value that attributes ``names`` of a transformers configuration have in any layer, or 0."""
     config, found = model_config.get_text_config(), [0]
     for name in names:
         try:

@@ -17,8 +17,8 @@ LONG = 5.0  # Without a terminal, a stage is printed once it has lasted this man
 
 @contextlib.contextmanager
 def while_waiting(first: str, stage: Callable[[], str], shown: bool = True) -> Iterator[None]:
-    """Show progress during a slow block, such as imports. A terminal shows the present stage and the seconds. Elsewhere
-    ``first`` is printed at once, then each stage of 5 s or more."""
+    """Show progress during a slow block, such as imports. A terminal shows the present stage and the seconds. Without a
+    terminal, print ``first`` at once, then each stage once it has lasted 5 s."""
     if not shown:
         yield
         return

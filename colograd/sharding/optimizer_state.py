@@ -1,8 +1,8 @@
-"""Files of an optimizer's state: one file per rank that any number of ranks can read.
+"""Files of an optimizer's state, written by one or several ranks. Any number of ranks can read them.
 
-For each part of a parameter that the rank's optimizer updates, and each of its states, a file has a tensor
-``parameter name|index of the part's first element|state name``. The index counts in the flattened parameter, or in the
-rank's tensor-parallel part, which the file's header describes under ``shards``."""
+A rank's optimizer updates parts of parameters. The rank's file has one tensor per part and state (e.g. ``exp_avg``),
+named ``parameter name|index of the part's first element|state name``. The index counts in the flattened parameter. If
+the file's header has the parameter under ``shards``, the index counts in the rank's flattened tensor-parallel part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEPARATOR = "|"
 class Stored(NamedTuple):
     """A saved range of elements of a parameter's state, e.g. of Adam's first moment.
 
-    A scalar state, e.g. the step count, is an empty range."""
+    For a scalar state, e.g. the step count, ``stop`` is equal to ``start``."""
 
     start: int
     stop: int
@@ -41,7 +41,7 @@ State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges, by paramet
 
 
 def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
-    """Return whether `save` can write the state: tensors of their parameters' sizes, and scalar tensors."""
+    """Return whether `save` can write the state. Each value must be a scalar tensor or as large as its parameter."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
@@ -161,7 +161,7 @@ def _in_files(folder: Path, names: Sequence[str], files: contextlib.ExitStack) -
 def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
     path = folder / "optimizer.pt"
     if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no optimizer state ({path.name}, {PATTERN}). Use a complete checkpoint.")
+        raise ValueError(f"{str(folder)!r} has neither {path.name} nor {PATTERN}. Use a complete checkpoint.")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # `mmap`: a rank reads only its part
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
@@ -179,7 +179,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
 
 
 def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Return the parts' states by index in ``pieces``, and the names of parameters with missing elements."""
+    """Return the states of ``pieces`` by their index, and the names of parameters with missing elements."""
     states: dict[int, dict[str, Any]] = {}
     missing = []
     for index, piece in enumerate(pieces if stored else ()):
@@ -199,9 +199,9 @@ def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[st
 
 
 def _join(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) -> torch.Tensor | None:
-    """Return elements ``start`` to ``stop`` - 1 of the part ``shard`` (None: the whole parameter) from saved ranges.
+    """Join saved ranges. Return elements ``start`` to ``stop`` - 1, or None if elements are missing.
 
-    Return None if elements are missing."""
+    The indices count in the tensor-parallel part ``shard``. If it is None, they count in the whole parameter."""
     values, at = [], start
     for stored in sorted((r for r in ranges if r.shard == shard), key=lambda r: r.start):
         if stored.start <= at < (end := min(stored.stop, stop)):

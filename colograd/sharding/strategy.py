@@ -35,7 +35,8 @@ class Owned:
     shard: Shard | None = None  # This rank's tensor-parallel part. None: ``start`` counts in the parameter.
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of ``whole``, a tensor of the parameter's shape, in the shape of ``part``."""
+        """Return this rank's elements of ``whole``, a tensor of the parameter's shape. The result has the shape of
+        ``part``."""
         whole = whole if self.shard is None else self.shard.of(whole)
         return whole.reshape(-1)[self.start : self.stop].view(self.part.shape)
 
@@ -58,9 +59,9 @@ class Traffic:
 class ShardingStrategy(ABC):
     """A strategy that divides a policy's training over ranks.
 
-    Create the strategy when the policy is in its final memory, and before the policy's optimizer. An optimizer step
-    calls `backward` for each micro-batch, then `sum_gradients`, `divide_gradients`, `clip`, and the optimizer's `step`.
-    Afterwards every rank has the new weights, or its part of them if the strategy divides the weights."""
+    Create the strategy after the policy's weights are in their final memory, and before the optimizer. An optimizer
+    step calls `backward` for each micro-batch, then `sum_gradients`, `divide_gradients`, `clip`, and the optimizer's
+    `step`. Afterwards every rank has all new weights, or its part if the strategy divides the weights."""
 
     model: torch.nn.Module
     traffic: Traffic = field(default_factory=Traffic)
@@ -87,11 +88,11 @@ class ShardingStrategy(ABC):
         return ""
 
     def share(self, optimizer: Optimizer) -> None:  # noqa: B027 (the optimizer may update all parameters)
-        """Leave only this rank's parts in the optimizer's groups. Call `gather_weights` after each step, if a step
-        updates only a part of the weights that this rank has."""
+        """Replace the parameters in the optimizer's groups by the parts that this rank updates. If this rank also has
+        weights that other ranks update, register a hook that calls `gather_weights` after each step."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises an error on all ranks, if ranks communicate in `backward`."""
+        """Return a context that raises one rank's error on all ranks. Without `meets_in_backward` it does nothing."""
         return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -154,21 +155,21 @@ class ShardingStrategy(ABC):
         """Return the parts of trained parameters that this rank's optimizer updates."""
 
     def gather_weights(self) -> None:  # noqa: B027 (each rank may have updated all weights)
-        """Copy the weights that each rank has updated to all other ranks. Needed only if each rank updates only a part
-        of its weights."""
+        """Copy the weights that each rank has updated to all other ranks. Needed only if a rank has weights that other
+        ranks update."""
 
     def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
-        """Return whether `save_optimizer` can write this optimizer's state, with ``owned`` from `owned`."""
+        """Return whether `save_optimizer` can write this optimizer's state. ``owned`` is the result of `owned()`."""
         return True
 
     @abstractmethod
     def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
         """Write this rank's part of the optimizer state. Without ``keep`` leave out state that other ranks write.
-        Return False, and write nothing, if the state can't be divided by elements of parameters."""
+        Return False, and write nothing, if `cuts_optimizer` returns False."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
-        """Read the optimizer state that any number of ranks wrote. False: the caller must load ``optimizer.pt``."""
+        """Read the state that any number of ranks wrote. Return False if the caller must load ``optimizer.pt``."""
 
     def close(self) -> None:  # noqa: B027 (most strategies have nothing to undo)
         """Undo the strategy's changes of the model, so that another trainer can train the model."""

@@ -1,4 +1,4 @@
-"""Readers of a saved model's safetensors files. A rank can read only its rows of a parameter.
+"""Readers of a saved model's safetensors files. A rank can read its rows of a parameter without the other rows.
 
 Transformers may save the experts of an MoE layer one by one. The readers stack them into one parameter again."""
 
@@ -119,7 +119,7 @@ class WeightFiles:
 
 
 def saved_names(model: Any) -> dict[str, str]:
-    """Return parameter name -> name in saved files, for parameters that transformers renames and saves in one part."""
+    """Return parameter name -> name in saved files, if transformers saves a parameter undivided under another name."""
     names = dict[str, str]()
     for name, _ in model.named_parameters(remove_duplicate=False):
         try:
@@ -140,7 +140,7 @@ def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's whole state dict in host memory: the parameters ``whole``, tied names, and buffers."""
+    """Return a state dict in host memory: the parameters ``whole``, also under tied names, and the model's buffers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
