@@ -249,6 +249,16 @@ def test_an_adapter_on_the_policy_s_base_needs_no_second_model(tiny_model, tmp_p
     assert [(p.data_ptr(), p.requires_grad) for p in policy.model.parameters()] == before and policy.model.training
 
 
+def test_each_rank_of_fsdp_has_an_adapter_teacher(tiny_model, tmp_path, monkeypatch) -> None:
+    folder = an_adapter(tiny_model, tmp_path / "adapter", r=4)
+    policy = policy_of(tiny_model, tmp_path, peft.LoraConfig(**LORA))
+    config = made(tmp_path, folder)
+    nbytes = teacher_bytes(config, policy)
+    monkeypatch.setattr(GRPOConfig, "cuts_weights", True)
+    monkeypatch.setattr(GRPOConfig, "world_size", 3)
+    assert teacher_bytes(config, policy) == 3 * nbytes  # the plan divides by the number of ranks
+
+
 def test_a_quantised_teacher_stays_packed(tiny_model, tmp_path, large) -> None:
     pytest.importorskip("bitsandbytes")
     policy = policy_of(tiny_model, tmp_path)
