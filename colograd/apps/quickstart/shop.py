@@ -1,6 +1,6 @@
 """A task with an agent for the quickstart's model: orders of a shop, with two tools.
 
-`run` is a typical user's agent: a loop around the `openai` package that runs tools and chooses its own contexts.
+`run` is an agent as users write it: a loop that sends messages of its choice to the model by `openai`, and runs tools.
 """
 
 from __future__ import annotations
