@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def model_of(name: str) -> str:
     """Return the folder or Hub id of the model to evaluate. ``name`` is MODEL of the command line.
 
-    If MODEL is a run's folder, return this folder if it holds the newest model, else its newest checkpoint's folder.
+    For a run's folder, return the folder itself if it holds the newest model, else its newest checkpoint's folder.
     """
     from .export import model_folder
 
@@ -178,7 +178,7 @@ def prepare(
 ) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
     """Load the questions and build the engine. All ranks must call this.
 
-    Return the engine's host, the benchmarks to run, and the content of the --json file (--resume: earlier results).
+    Return the engine's `Host`, the benchmarks to run, and the dict for the --json file (--resume: earlier results).
     """
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of

@@ -98,7 +98,7 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Merge the adapter into the base model, and write it. Sums are in float32, rounded once to the base's dtype."""
+    """Merge the adapter into its base, and write the model. Sums are in float32, rounded once to the base's dtype."""
     import torch
     import transformers as hf
     from peft import PeftConfig, PeftModel

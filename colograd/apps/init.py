@@ -1,4 +1,4 @@
-"""``colograd init [FOLDER]`` writes a first recipe, and a reward function or an agent, from questions or flags."""
+"""``colograd init [FOLDER]`` asks questions, or reads flags, and writes a recipe with a reward function or an agent."""
 
 from __future__ import annotations
 

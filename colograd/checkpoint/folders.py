@@ -132,7 +132,7 @@ def check(folder: str | Path) -> bool:
 
 
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return setting -> (value in the checkpoint, present value) for each setting that differs."""
+    """Return a dict with the pair (value in the checkpoint, present value) of each setting that differs."""
     path = Path(checkpoint) / SETTINGS
     if not path.is_file():  # older versions saved no settings
         return {}

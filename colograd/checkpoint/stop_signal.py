@@ -52,9 +52,9 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
 
 
 def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
-    """Divide the ``seconds`` to the deadline: return when the round is interrupted, and when the process ends by force.
+    """Return the seconds from now until the round must be interrupted, and until the process is ended by force.
 
-    Both results count in seconds from now. ``save_seconds``: duration of a checkpoint's save."""
+    ``seconds``: time left until the deadline. ``save_seconds``: duration of a checkpoint's save."""
     reserve = max(RESERVE, 2 * save_seconds)
     return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
@@ -62,8 +62,8 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first stop signal, so that the trainer can write a checkpoint before it stops. Enforces the deadline.
 
-    A second Ctrl-C raises KeyboardInterrupt. For the other signals: one that comes more than `REPEATED` seconds after
-    the first one ends the process at once.
+    A second Ctrl-C raises KeyboardInterrupt. A signal other than Ctrl-C ends the process at once if an earlier
+    such signal came more than `REPEATED` seconds before.
 
     ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds from a signal to the deadline (None: not set).
     ``status``: exit status of the process after a stop."""

@@ -1,6 +1,6 @@
 """A task with an agent for the quickstart's model: orders of a shop, with two tools.
 
-`run` is an agent as users write it: a loop that sends messages of its choice to the model by `openai`, and runs tools.
+`run` is an agent as a user would write it: a loop that calls the model through `openai` and runs its tool calls.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class ReplayStore(RolloutStore):
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Only warn if the policy differs from the one that sampled the groups: a replay may change its training."""
+        """Only warn if other weights sampled the groups, because a replay may train with other settings."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:

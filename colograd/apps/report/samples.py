@@ -62,7 +62,7 @@ class Samples:
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """Return the completions of whole groups, and the number of omitted completions.
 
-        A group is left out if it doesn't fit into the rest of about ``most_bytes``. The first group is never left out.
+        A group that doesn't fit into the rest of ``most_bytes`` (estimated) is omitted, except the first group.
         """
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):
