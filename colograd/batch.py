@@ -113,7 +113,7 @@ TEACHER = "teacher"  # Dataset column with the name of the prompt's teacher mode
 class Rollout(_WithPrompt):
     """One completion with the data that sampling recorded.
 
-    Example: the completion 22 23 24 2. Each log-probability is that of the token above it, given all earlier tokens:
+    Example: the completion 22 23 24 2. Each log-probability belongs to the token above it, given all earlier tokens:
 
         input.ids         11 12 13
         completion_ids              22   23   24    2
@@ -259,7 +259,7 @@ class SegmentLayout:
 class StepConstants:
     """Values of the whole optimizer step that some terms of a micro-batch's loss need.
 
-    None: the loss doesn't need the value, or the step has one micro-batch, from which the loss computes the value."""
+    None: the loss doesn't need the value, or computes it from the micro-batch, because the step has only one."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
     denominator: float = 1.0  # Number that divides the step's loss sum.

@@ -10,7 +10,7 @@ first merged into a copy of its base. --tasks takes names of tasks, groups and t
 --temperature, --top-p and --max-tokens apply to all tasks. --limit applies to tasks without a range such as `[:100]`.
 --chat-template true applies the chat template to all questions, false to none. By default it is applied to questions
 that are sampled, if the model has a template. --json writes the results to FILE after each task. --resume skips tasks
-whose results are in FILE already. --completions writes each question with its metrics (JSON lines). Other flags set the
+that have results in FILE. --completions writes each question with its metrics (JSON lines). Other flags set the
 engine and the prompts, such as --dtype, --seed, --vllm_tensor_parallel_size or --chat_template_kwargs.enable_thinking
 false. Exit status 2 means an error.
 """

@@ -145,7 +145,7 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
     """Read from a checkpoint the position in a streamed dataset, or a curriculum's record of prompts.
 
-    ``otherwise``: what the error says of the checkpoint's dataset if there is neither, e.g. "had no curriculum"."""
+    ``otherwise``: the error's words on the checkpoint's dataset if there is neither, e.g. "had no curriculum"."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(

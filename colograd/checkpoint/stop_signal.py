@@ -95,7 +95,7 @@ class StopSignal:
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
         """Install and return a `StopSignal` for the time outside of training. A signal then ends all ranks at once.
 
-        Ctrl-C, and signals for which the user's script has installed a handler, keep their handlers."""
+        Ctrl-C, and signals that the user's script handles, keep their handlers."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {

@@ -206,7 +206,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return the lowest reward with which a group counts as solved, if all its rewards are equal."""
+    """Return the reward threshold. A group with equal rewards counts as solved if these are at least as high."""
     means = np.concatenate([NO_GROUPS, *run.groups.values()])[:, 3]
     means = means[~np.isnan(means)]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
