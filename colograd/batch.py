@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelInput(WithMedia):
-    """A prompt as the model reads it: token ids, and content other than text with its places among the tokens.
+    """A prompt as the model reads it: token ids, and images or other media with their positions among the tokens.
 
     Completions share one copy of their prompt in a packed row only if their `ModelInput`s are equal.
 
@@ -113,7 +113,7 @@ TEACHER = "teacher"  # Dataset column with the name of the prompt's teacher mode
 class Rollout(_WithPrompt):
     """One completion with the data that sampling recorded.
 
-    Example: the completion 22 23 24 2. A log-probability is the token's, given all tokens before that token:
+    Example: the completion 22 23 24 2. Each log-probability belongs to the token above it, given all earlier tokens:
 
         input.ids         11 12 13
         completion_ids              22   23   24    2
@@ -141,7 +141,7 @@ class Rollout(_WithPrompt):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The parts of the completion. Without a rider that divides the completion, it is one part."""
+        """The parts into which a rider (extension data) divides the completion. Without such a rider: one part."""
         divided = next(filter(None, (rider.segments() for rider in self.riders)), None)
         return divided or (Segment(len(self.input), len(self.completion_ids)),)
 
@@ -149,7 +149,7 @@ class Rollout(_WithPrompt):
     def sequence_tokens(self) -> int:
         """Number of tokens of the completion's sequences, prompt included.
 
-        Only riders make several sequences. A token that several sequences share counts in each sequence."""
+        A completion is one sequence, unless a rider divides it. Tokens that sequences share count in each sequence."""
         return sum(one.context + one.length for one in self.segments if one.ends)
 
 
@@ -213,7 +213,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The groups of one optimizer step on this rank. A round may sample more groups than the step trains."""
+    """The groups that this rank sampled for one optimizer step, and those among them that the step trains."""
 
     kept: tuple[ScoredGroup, ...]  # Groups that the step trains. The loss denominators count them.
     sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, trained or not. Metrics and logs count them.
@@ -259,7 +259,7 @@ class SegmentLayout:
 class StepConstants:
     """Values of the whole optimizer step that some terms of a micro-batch's loss need.
 
-    None means that the loss doesn't need the value, or computes it from a micro-batch that is the whole step."""
+    None: the loss doesn't need the value, or computes it from the micro-batch, because the step has only one."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
     denominator: float = 1.0  # Number that divides the step's loss sum.
@@ -314,7 +314,7 @@ class PackedRow:
 class MicroBatch:
     """The input of one forward and backward: one packed row without padding.
 
-    N is the number of completion tokens that the row predicts, the labels. All (N,) tensors are in the labels' order.
+    The labels are the N completion tokens that the row predicts. All (N,) tensors are in the order of the labels.
 
         input_ids       11 12 13 | 21  2 | 22 23 24  2
         position_ids     0  1  2 |  3  4 |  3  4  5  6

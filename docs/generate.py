@@ -133,7 +133,7 @@ CONFLICTS = (
     "one setting refuse its value. Pairs that depend on the model or the number of ranks have errors of their own."
 )
 
-OF_TRL = "Kept for TRL's files"  # the section of fields that docs/trl.md alone lists
+OF_TRL = "Settings that only TRL's recipes have"  # the section of fields that docs/trl.md alone lists
 INHERITED = "Defaults that differ from TrainingArguments (as in TRL, except `optim`)"  # GRPOConfig's own section
 
 

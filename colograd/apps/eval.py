@@ -1,17 +1,18 @@
-"""Evaluate a model on benchmarks: tasks of lm-evaluation-harness. vLLM in this process samples and scores.
+"""Evaluate a model on benchmarks, which are tasks of lm-evaluation-harness. The vLLM engine runs in this process.
 
 colograd eval MODEL --tasks gsm8k ifeval [--limit ROWS] [--json FILE] [--completions FILE] [--any_flag value]
 torchrun --nproc-per-node 8 -m colograd.apps.cli eval MODEL --tasks aime24@16 mmlu
 
 MODEL is a folder or Hub id, a checkpoint-N, or a run's folder (its saved model, or a newer checkpoint). An adapter is
-first merged into a copy of its base. A task is a task, group or tag of the harness, or a task's YAML file.
+first merged into a copy of its base. --tasks takes names of tasks, groups and tags of the harness, and YAML files.
 `name[:100]` takes the first 100 rows, `name@4` samples 4 completions per question. --include-path DIR adds YAML files.
 
---temperature, --top-p and --max-tokens apply to all tasks, --limit to tasks without rows of their own such as `[:100]`.
---chat-template true (false) applies the chat template to all (no) questions; by default to questions that are sampled,
-if the model has a template. --json writes results after each task; --resume skips tasks that FILE has. --completions
-writes each question with its metrics (JSON lines). Other flags are settings of engine and prompts, such as --dtype,
---seed, --vllm_tensor_parallel_size or --chat_template_kwargs.enable_thinking false. Exit status 2 means an error.
+--temperature, --top-p and --max-tokens apply to all tasks. --limit applies to tasks without a range such as `[:100]`.
+--chat-template true applies the chat template to all questions, false to none. By default it is applied to questions
+that are sampled, if the model has a template. --json writes the results to FILE after each task. --resume skips tasks
+that have results in FILE. --completions writes each question with its metrics (JSON lines). Other flags set the
+engine and the prompts, such as --dtype, --seed, --vllm_tensor_parallel_size or --chat_template_kwargs.enable_thinking
+false. Exit status 2 means an error.
 """
 
 from __future__ import annotations
@@ -93,23 +94,23 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder: name a file.")
     if options.resume and options.json is None:
-        raise ValueError("--resume reads the results of an earlier command: name their file with --json.")
+        raise ValueError("--resume needs the results file of an earlier command: name this file with --json.")
     if missing := [str(folder) for folder in options.include_path if not folder.is_dir()]:
         raise ValueError(f"--include-path is {missing[0]}, but there is no such folder: give an existing one.")
     return options, flags
 
 
 def model_of(name: str) -> str:
-    """Return the folder or Hub id of the model that MODEL of the command line names.
+    """Return the folder or Hub id of the model to evaluate. ``name`` is MODEL of the command line.
 
-    A run's folder means the run's saved model, or its newest checkpoint if that is newer.
+    For a run's folder, return the folder itself if it holds the newest model, else its newest checkpoint's folder.
     """
     from .export import model_folder
 
     folder = model_folder(name) if os.path.isdir(name) else name
     if folder is None:
         raise ValueError(
-            f"{name} holds neither a model, an adapter nor a checkpoint: give a model, a checkpoint-N or a run."
+            f"{name} holds no model, no adapter and no checkpoint: give the folder of a model, a checkpoint or a run."
         )
     return folder
 
@@ -177,7 +178,7 @@ def prepare(
 ) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
     """Load the questions and build the engine. All ranks must call this.
 
-    The third result becomes the file of ``--json``. With --resume it holds the earlier results.
+    Return the engine's `Host`, the benchmarks to run, and the dict for the --json file (--resume: earlier results).
     """
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of

@@ -1,4 +1,4 @@
-"""``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint."""
+"""``colograd export CHECKPOINT FOLDER`` writes a checkpoint's model into a new folder, without training state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     folder, source = options.folder, Path(model_folder(str(options.checkpoint)) or options.checkpoint)
     if not (source / "trainer_state.json").is_file():
-        raise ValueError(f"{options.checkpoint} is neither a checkpoint nor a run's folder with one: give either.")
+        raise ValueError(f"{options.checkpoint} has no checkpoint: give a checkpoint's folder, or a run with one.")
     if folder.exists():
         raise ValueError(f"{folder} exists already: name a new folder.")
     check(source)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_folder(folder: str) -> str | None:
-    """Return where the newest model of a folder is: the folder, or its newest checkpoint. None if it has neither."""
+    """Return the path of a folder's newest model: the folder itself, or its newest checkpoint. None: no model."""
     from ..checkpoint.folders import complete_steps
     from ..checkpoint.reading import STATE_FILE
 
@@ -98,7 +98,7 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Write the base model with the adapter added. The sum is computed in float32 and rounded once to the dtype."""
+    """Merge the adapter into its base, and write the model. Sums are in float32, rounded once to the base's dtype."""
     import torch
     import transformers as hf
     from peft import PeftConfig, PeftModel
@@ -143,9 +143,9 @@ def _merge(source: Path, folder: Path) -> str:
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
-    """Build a model without quantisation and adapter from a PeftModel on a quantised base.
+    """Convert a PeftModel on a quantised base to an unquantised model with the adapter merged.
 
-    Its outputs equal the PeftModel's, up to rounding.
+    The new model's outputs equal the PeftModel's, up to rounding.
     """
     import torch
     from transformers.core_model_loading import WeightRenaming

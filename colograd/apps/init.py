@@ -1,4 +1,4 @@
-"""``colograd init [FOLDER]`` writes a first recipe, and a reward function or an agent, from questions or flags."""
+"""``colograd init [FOLDER]`` asks questions, or reads flags, and writes a recipe with a reward function or an agent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     folder: Path = options.folder
     if there := [name for name in (RECIPE, TASK, AGENT) if (folder / name).exists()]:
-        raise ValueError(f"{folder / there[0]} exists, and is never overwritten: name a FOLDER without it.")
+        raise ValueError(f"{folder / there[0]} exists, and is never overwritten: name a FOLDER without this file.")
     try:
         choices = choose(options, asks=sys.stdin.isatty() and not options.yes)
     except (EOFError, KeyboardInterrupt):
@@ -136,7 +136,7 @@ def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ())
 
 
 def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
-    """Choose the recipe's numbers. ``longest`` counts the characters of the data's longest prompt or answer."""
+    """Choose the recipe's sizes and learning rate. ``longest``: characters of the data's longest prompt or answer."""
     name = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE)
     if name:
         billions = float(name[1]) / (1 if name[2] in "bB" else 1000)

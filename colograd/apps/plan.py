@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
         sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         if not sizes:
-            raise ValueError(f"this machine has no GPU that gives {missing}: set both (--gpus 8 --gpu-memory 80).")
+            raise ValueError(f"this machine has no GPU to read {missing} from: set both (--gpus 8 --gpu-memory 80).")
         options.gpus = len(sizes) if options.gpus is None else options.gpus
         options.gpu_memory = min(sizes) / GIB if options.gpu_memory is None else options.gpu_memory
     _check(options)
@@ -294,7 +294,7 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
 
 
 def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
-    """Yield lines for one GPU: a table of ways to keep parts of training on the host, and the fastest that fits."""
+    """Yield lines for one GPU: a table of ways to offload training state to host memory, and the fastest that fits."""
     from ..extensions.offload.ways import ways
 
     found = [*ways(run)]

@@ -3,10 +3,10 @@
 colograd replay RUN --step N [--to M] [--profile [FOLDER]] [--any_flag value]
 torchrun --nproc-per-node 2 -m colograd.apps.cli replay RUN --step N
 
-Starts at the last checkpoint before step N, else at the model, and trains the run's recorded rollouts. Nothing is
-sampled, no reward function is called, and nothing is written into RUN. Prints the loss and gradient norm of steps N to
-M next to the recorded ones. --profile writes a trace and a table of operators of these steps (default: replay-N-M in
-the current directory).
+Starts at the last checkpoint before step N, or at the initial model if there is none. Trains on the run's recorded
+rollouts: nothing is sampled, no reward function is called, and nothing is written into RUN. Prints the loss and
+gradient norm of steps N to M next to the recorded ones. --profile writes a trace and a table of operators of these
+steps (default: replay-N-M in the current directory).
 
 Settings come from RUN's recorded recipe, or from --config. Flags may change settings that only training depends on,
 such as --optim, --loss_type or --max_tokens_per_microbatch. The exit status is 2 for bad input.
@@ -100,15 +100,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
-    """Write the run's recipe, changed by ``flags`` and by the settings that every replay has. Return its path."""
+    """Write the replay's recipe, and return its path. It is the run's recipe, changed by ``flags`` and by `SET`."""
     from ..config import given_settings
     from ..rollout.store import FOLDER, RECIPE
 
     recipe = options.config or options.run / FOLDER / RECIPE
     if not recipe.is_file():
         raise ValueError(
-            f"{options.run} has no recorded recipe ({FOLDER}/{RECIPE}). `colograd train` writes a recipe if journal is "
-            "until_checkpoint or keep: give the run's recipe with --config."
+            f"{options.run} has no recorded recipe ({FOLDER}/{RECIPE}). It is recorded by `colograd train` with "
+            "journal: keep or until_checkpoint. Give the run's recipe with --config."
         )
     given = given_settings(["--config", str(recipe), *flags])
     taken = {name: value for name, value in given.items() if not name.startswith(IGNORED_PREFIXES)}

@@ -91,8 +91,8 @@ def rotate(
     """Delete checkpoints until ``limit`` are left, but keep the newest and the ``best`` one.
 
     ``newest`` is the step just saved. Checkpoints of later steps are deleted first, because a run that resumed at an
-    earlier step trains these steps again. Checkpoints of the steps ``damaged`` aren't counted or deleted, so that
-    users can examine the damage."""
+    earlier step trains these steps again. ``damaged`` has the steps of damaged checkpoints, which aren't counted or
+    deleted, so that users can examine them."""
     if limit is None or limit <= 0:
         return
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
@@ -127,12 +127,12 @@ def check(folder: str | Path) -> bool:
         if files is not None:
             manifest.check(Path(folder), files)
     except Damaged as error:
-        raise ValueError(f"{folder} is damaged: {error}. Use another checkpoint, or a copy.") from None
+        raise ValueError(f"{folder} is damaged: {error}. Use another checkpoint, or an undamaged copy.") from None
     return files is not None
 
 
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return setting -> (value in the checkpoint, present value) for each setting that differs."""
+    """Return a dict with the pair (value in the checkpoint, present value) of each setting that differs."""
     path = Path(checkpoint) / SETTINGS
     if not path.is_file():  # older versions saved no settings
         return {}
@@ -143,14 +143,14 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 
 
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
-    """Read a checkpoint's position in a streamed dataset, or a curriculum's record of prompts.
+    """Read from a checkpoint the position in a streamed dataset, or a curriculum's record of prompts.
 
-    ``otherwise`` describes the dataset of a run without such a file, for the error message."""
+    ``otherwise``: the error's words on the checkpoint's dataset if there is neither, e.g. "had no curriculum"."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
-            f"{checkpoint!r} is from a run with a dataset that {otherwise}. That run's prompts had a different order, "
-            "so this run can't continue there. Use that run's dataset settings, or set `ignore_data_skip: true`."
+            f"{checkpoint!r} is from a run with a dataset that {otherwise}. Its prompts had another order, so this run "
+            "can't continue at the checkpoint's position. Use its dataset settings, or set `ignore_data_skip: true`."
         )
     with reading(checkpoint, PROMPTS):
         return dict(json.loads(path.read_text()))
@@ -174,7 +174,7 @@ def flush(path: Path) -> None:
 
 
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
-    """Move an earlier run's files to a new folder in `_earlier`, and return it. None: there is no earlier run.
+    """Move an earlier run's files to a new folder in `_earlier`, and return this folder. None: no earlier run.
 
     If ``model`` is a folder, it stays in its place, because the new run starts from this model."""
     folder = Path(run_dir)
@@ -199,7 +199,7 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
 
 
 def check_file_system(run_dir: str | Path) -> None:
-    """Raise a ValueError if ``run_dir`` can't rename folders or change files, e.g. in a mounted bucket."""
+    """Raise a ValueError if folders can't be renamed or files changed in ``run_dir``, e.g. on a mounted bucket."""
     trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
     renamed = trial.with_name(f"{trial.name}-renamed")
     need = "folders can't be made or renamed"

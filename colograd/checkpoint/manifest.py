@@ -81,7 +81,7 @@ def read(folder: Path) -> Manifest | None:
 def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -> None:
     """Raise `Damaged` if a file's size or checksum differs from the manifest's entry.
 
-    Only the files ``to_read`` are read for their checksums (None: all)."""
+    Sizes are compared for all files, checksums only for the files ``to_read`` (None: all files)."""
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():

@@ -1,7 +1,8 @@
 """Validate a checkpoint's files before they are loaded.
 
-Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files of `torch.save` are
-unpickled, with ``weights_only``. The sizes they claim are checked first: a small file could fill memory."""
+Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files that
+`torch.save` wrote are unpickled, with ``weights_only``. The sizes in such a file's zip directory are checked first,
+because a small file with false sizes could fill the memory."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")
 
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Turn an error of the body into a ValueError that names the file ``what`` and the checkpoint.
+    """Convert an exception of the `with` block to a ValueError that names the file ``what`` and the checkpoint.
 
     A plain ValueError (no subclass), an OSError, an OutOfMemoryError and a `RankError` stay unchanged."""
     try:
@@ -101,7 +102,7 @@ def trainer_state(checkpoint: str | Path) -> TrainerState:
             if value is not None and not is_number:
                 raise TypeError(f"{name} ({value!r:.50}) must be a number")
         if state.best_global_step is not None and type(state.best_global_step) is not int:
-            raise TypeError(f"best_global_step ({state.best_global_step!r:.50}) must be a step")
+            raise TypeError(f"best_global_step ({state.best_global_step!r:.50}) must be an integer")
         if not isinstance(state.best_model_checkpoint, str | None):
             raise TypeError("best_model_checkpoint must be a path")
         if not (isinstance(state.log_history, list) and all(isinstance(entry, dict) for entry in state.log_history)):

@@ -1,8 +1,9 @@
-"""Signals that stop a run (Ctrl-C and the setting `stop_signals`), and the deadline of such a stop.
+"""Signals that stop a run (Ctrl-C, and the signals in the setting `stop_signals`), and the deadline of such a stop.
 
 Without a deadline the run stops at the end of the round (the optimizer steps between two generations). With a deadline
-`is_cut` becomes true first, and later the process ends by force, because a long backward, reward function or save can't
-be interrupted. The process then ends without the interpreter's teardown, which takes seconds and runs no timer. A
+the trainer interrupts the round when `is_cut` becomes true, in time for a last checkpoint. Because a long backward,
+reward function or save can't be interrupted, a timer ends a process that still runs shortly before the deadline. A
+process with a deadline skips the interpreter's teardown, which takes seconds, and during which no timer would run. A
 resumed run continues from the last checkpoint and the rollout log."""
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must have ended. None: no known limit. ``now`` is in seconds since 1970.
 
-    The limits are Slurm's end time of the job, and ``stop_within``, or without it torchrun's seconds from SIGTERM to
-    SIGKILL. A job can't read these seconds of Slurm or Kubernetes, nor torchrun's ``--shutdown-timeout``."""
+    The earlier limit counts: the Slurm job's end time, or ``stop_within``. Without ``stop_within`` the second limit is
+    torchrun's time from SIGTERM to SIGKILL (`TORCHRUN_GRACE`, unless an environment variable sets it). A job can't read
+    torchrun's ``--shutdown-timeout``, nor the time from SIGTERM to SIGKILL of Slurm or Kubernetes."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() and float(end) > now else []
     if stop_within is not None:
@@ -50,9 +52,9 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
 
 
 def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
-    """Divide the ``seconds`` to the deadline: return when the round is interrupted, and when the process ends by force.
+    """Return the seconds from now until the round must be interrupted, and until the process is ended by force.
 
-    Both results count in seconds from now. ``save_seconds``: duration of a checkpoint's save."""
+    ``seconds``: time left until the deadline. ``save_seconds``: duration of a checkpoint's save."""
     reserve = max(RESERVE, 2 * save_seconds)
     return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
@@ -60,8 +62,8 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first stop signal, so that the trainer can write a checkpoint before it stops. Enforces the deadline.
 
-    A second Ctrl-C raises KeyboardInterrupt. A second one of the other signals ends the process, if it comes more than
-    `REPEATED` seconds after the first of them.
+    A second Ctrl-C raises KeyboardInterrupt. A signal other than Ctrl-C ends the process at once if an earlier
+    such signal came more than `REPEATED` seconds before.
 
     ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds from a signal to the deadline (None: not set).
     ``status``: exit status of the process after a stop."""
@@ -91,9 +93,9 @@ class StopSignal:
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
-        """Return an installed `StopSignal` that ends all ranks at once, for the time outside of training.
+        """Install and return a `StopSignal` for the time outside of training. A signal then ends all ranks at once.
 
-        Signals with a handler of the user's script, and Ctrl-C, keep their handlers."""
+        Ctrl-C, and signals that the user's script handles, keep their handlers."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {

@@ -215,7 +215,7 @@ class Writer:
             say(f"checkpoints: {save.final.name} is still being written, after {save.seconds:.0f} s: waiting for it")
 
     def finish_alone(self) -> bool:
-        """Wait until this rank's save ends. Other ranks may have died. Return False if the save takes too long."""
+        """Wait until this rank's save ends, even if other ranks have died. Return False if the save takes too long."""
         if self.present is None:
             return True
         self._deadline = time.monotonic() + ALONE

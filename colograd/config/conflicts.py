@@ -106,7 +106,7 @@ def conflict(settings: Any, facts: Mapping[str, Any] | None = None, about: str =
 
 @functools.cache
 def tables() -> dict[str, tuple[Conflict, ...]]:
-    """Map each installed extension to its conflicts, and the empty name to the core's."""
+    """Return the conflicts of each installed extension, by extension name. The name "" stands for Colograd's core."""
     offers = {name: registry.hooks_of(name, "conflicts") for name in registry.installed()}
     return {"": CONFLICTS} | {name: tuple(row for rows in offer for row in rows) for name, offer in offers.items()}
 

@@ -28,8 +28,8 @@ from .steps import StepKnobs
 
 @dataclass
 class TRLKnobs(TrainingArguments):
-    """Kept for TRL's files.
-    TRL's recipes may set these fields. Each has no effect, or must have TRL's default, or is an old name."""
+    """Settings that only TRL's recipes have.
+    Each has no effect, or must have TRL's default, or is the old name of another setting."""
 
     use_vllm: bool = knob(True)
     vllm_mode: str = knob("colocate", "Always `colocate`; TRL's other mode, `server`, is an error.")
@@ -173,7 +173,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Let later changes raise an AttributeError, for settings that a trainer reads only once."""
+        """Forbid changes of settings that a trainer reads only once. A change then raises an AttributeError."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -198,7 +198,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
         for name in self.report_to or ():  # transformers would refuse a missing tracker only after loading the model.
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(
-                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove it."
+                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove it "
+                    "from report_to."
                 )
         if self.n_gpu > 1:
             raise ValueError(
@@ -209,7 +210,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
         if self.max_steps > 0 and self.max_steps % length:
             raise ValueError(
                 f"max_steps is {self.max_steps}, but a round is {length} optimizer steps (steps_per_generation x "
-                f"num_iterations): make it a multiple, such as {-(-self.max_steps // length) * length}."
+                f"num_iterations): set max_steps to a multiple, such as {-(-self.max_steps // length) * length}."
             )
         if length == 1 or not (best or self.load_best_model_at_end):
             return

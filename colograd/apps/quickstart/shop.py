@@ -1,6 +1,6 @@
 """A task with an agent for the quickstart's model: orders of a shop, with two tools.
 
-`run` is a typical user's agent: a loop around the `openai` package that runs tools and chooses its own contexts.
+`run` is an agent as a user would write it: a loop that calls the model through `openai` and runs its tool calls.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Replay:
     last: int
 
     def starts(self) -> list[int]:
-        """Return the steps of checkpoints before step ``first``, latest first. A last 0 means the initial model."""
+        """Return the steps before ``first`` that have a checkpoint, in descending order, then 0: the initial model."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
@@ -69,12 +69,12 @@ class ReplayStore(RolloutStore):
             recorded = f"{len(rounds)} round(s), those from step {rounds[0]} to {rounds[-1]}" if rounds else "nothing"
             later = sorted(step for step in complete_steps(str(self.replay.run)) if step > start)
             others = f" (there are those of steps {', '.join(map(str, later))})" if later else ""
-            origin = f"checkpoint-{start}" if start else f"the model, as no checkpoint is before it{others},"
+            origin = f"checkpoint-{start}" if start else f"the initial model, as no checkpoint is earlier{others}"
             raise JournalError(
-                f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: that "
-                f"would begin at {origin} and the round of {steps_named(step + 1, step + args.round_length)} "
-                f"{is_there} in {self.folder}, which holds {recorded}. Name recorded steps. With journal: keep a run "
-                "records all rounds; save_steps and save_total_limit give more checkpoints to start from."
+                f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: the "
+                f"replay would begin at {origin}, but the round of {steps_named(step + 1, step + args.round_length)} "
+                f"{is_there} in {self.folder}. That folder holds {recorded}. Name recorded steps. With journal: keep a "
+                "run records all rounds; lower save_steps or raise save_total_limit for more checkpoints to start from."
             )
 
     def lacks(self, problem: str) -> None:
@@ -85,7 +85,7 @@ class ReplayStore(RolloutStore):
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Only warn if the weights differ from the sampling weights, because a replay may change training settings."""
+        """Only warn if other weights sampled the groups, because a replay may train with other settings."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:
@@ -171,8 +171,8 @@ class Replayer(GRPOTrainer):
             rewards = [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
             if 0 < args.max_steps < replay.last:
                 raise ValueError(
-                    f"the last step is {replay.last}, but max_steps is {args.max_steps}: name steps of the run, or "
-                    "leave max_steps as it was."
+                    f"the replay's last step is {replay.last}, but max_steps is {args.max_steps}: name steps of the "
+                    "run, or leave max_steps as it was."
                 )
             rounds, start = ReplayStore(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
             rounds.check_recorded(start, args)

@@ -78,8 +78,8 @@ def read_run(folder: str | Path) -> RecordedRun:
     run.refresh()
     if not (run.starts or run.steps.rows or run.evaluations.rows or run.samples.steps):
         raise ValueError(
-            f"{folder} holds nothing to report: no _report/events.jsonl, no trainer_state.json (its own or a "
-            "checkpoint's) and no completions. Give the output_dir of a run that was trained with report: true."
+            f"{folder} holds nothing to report: no _report/events.jsonl, no trainer_state.json (in the folder or "
+            "a checkpoint) and no completions. Give the output_dir of a run that was trained with report: true."
         )
     return run
 
@@ -206,7 +206,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return a reward. A group with equal rewards counts as solved if its rewards are at least this."""
+    """Return the reward threshold. A group with equal rewards counts as solved if these are at least as high."""
     means = np.concatenate([NO_GROUPS, *run.groups.values()])[:, 3]
     means = means[~np.isnan(means)]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
@@ -227,9 +227,9 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Return the prompts with the largest sums of reward spreads, each with the history of its groups.
+    """Return counts of all prompts, and the histories of the prompts with the largest sums of reward spreads.
 
-    A history is [[step, mean reward, spread of rewards, share of truncated completions], ...].
+    A history has an entry per group: [step, mean reward, spread of rewards, share of truncated completions].
     """
     steps, names = sorted(run.groups), list(run.prompts)
     rows = np.concatenate([NO_GROUPS, *(run.groups[step] for step in steps)])

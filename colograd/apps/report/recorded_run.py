@@ -183,7 +183,7 @@ class RecordedRun:
             self.steps.put(step, rest)
 
     def _refresh_state(self) -> bool:
-        """Read `log_history` from the run's trainer_state.json, or from its newest readable checkpoint's.
+        """Read `log_history` from trainer_state.json in the run's folder, or else in its newest readable checkpoint.
 
         Return whether there was a new history.
         """

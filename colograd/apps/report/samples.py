@@ -62,7 +62,7 @@ class Samples:
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """Return the completions of whole groups, and the number of omitted completions.
 
-        A group is added if all together then have at most about ``most_bytes``. The first is added at any size.
+        A group that doesn't fit into the rest of ``most_bytes`` (estimated) is omitted, except the first group.
         """
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):
@@ -114,9 +114,9 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a recorded completion with its tokens, or None if a token isn't a text.
+    """Return a completion that was recorded token by token, or None if one of its tokens isn't a string.
 
-    Per-token values with fewer entries than tokens are left out.
+    A list of values per token, e.g. log-probabilities, is left out if it is shorter than the list of tokens.
     """
     tokens = items(entry.get("tokens"))[:MOST_TOKENS]
     if not all(isinstance(token, str) for token in tokens):
@@ -167,7 +167,7 @@ def _prompt(value: Any) -> Any:
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
-    """Return the model's answers in an agent's session. ``after``: index of the answer that this answer continues."""
+    """Return the model's replies in an agent's session. A reply's ``after`` is the index of the reply it continues."""
     found: list[dict[str, Any]] = []
     for turn in map(mapping, items(value)[:MOST_TURNS]):
         after = whole(turn.get("after"))

@@ -93,7 +93,7 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = self.host, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print no traceback, because a user may close a page in the middle of an answer."""
+        """Print no traceback: a browser may close the connection before the server has sent its response."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -137,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
 def host_is_ours(host: str | None, served: str) -> bool:
     """Return whether a request's Host header may name this server, which listens at ``served``.
 
-    A foreign page's script can reach this server by DNS rebinding. Its requests then have the foreign page's name.
+    By DNS rebinding a script of another website can reach this server. The Host header then names that website.
     """
     try:
         name = urlsplit(f"//{(host or '').strip()}").hostname or ""

@@ -68,10 +68,10 @@ class Tail:
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
-    """Return a line's JSON object, or None if it has none.
+    """Return the JSON object in a line, or None if there is none.
 
-    A killed run may have left half a line, and the next run its event on the same line. Then parse from the last
-    ``beginning``.
+    A killed run may have left half a line, and the next run's event then follows on the same line. So if the line isn't
+    valid JSON, parse the part from its last ``beginning`` on.
     """
     for part in (line, line[max(line.rfind(beginning), 0) :]):
         with contextlib.suppress(ValueError, RecursionError):

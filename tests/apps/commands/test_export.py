@@ -114,7 +114,7 @@ def test_push_names_the_hub_model_or_reason(tmp_path: Path, capsys, monkeypatch)
 
 def test_export_refuses_non_checkpoints_and_overwriting(tmp_path: Path, capsys) -> None:
     assert cli.main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "is neither a checkpoint nor a run's folder with one" in capsys.readouterr().err
+    assert "has no checkpoint: give a checkpoint's folder" in capsys.readouterr().err
     saved = checkpoint(tiny.make_model(tmp_path / "model"))
     assert cli.main(["export", str(saved), str(saved)]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path, capfd: Any, tmp_path: Pa
         (["--step", "7"], r"max_steps is 6: name steps of the run"),
         (
             ["--step", "7", "--max_steps", "8"],
-            r"round of steps 7 to 8 isn't recorded in .*_journal, which holds 3 round",
+            r"round of steps 7 to 8 isn't recorded in .*_journal. That folder holds 3 round",
         ),
         (
             ["--step", "3", "--temperature", "0.5"],
@@ -186,11 +186,11 @@ def test_rounds_that_are_gone_are_an_error_with_the_remedy(run: Path, capfd: Any
     records.write_bytes(records.read_bytes()[:-7])
     assert replay(copy, "--step", "4") == 2
     said = capfd.readouterr().err
-    assert "begin at checkpoint-2 and the round of steps 3 to 4 has 3 of its 4 groups" in said
+    assert "begin at checkpoint-2, but the round of steps 3 to 4 has 3 of its 4 groups" in said
     assert "journal: keep a run records all rounds" in said and "save_steps" in said
     shutil.rmtree(copy / FOLDER / "step-00000000")
     assert replay(copy, "--step", "2") == 2
-    assert "the model, as no checkpoint is before it (there are those of steps 2, 4, 6)" in capfd.readouterr().err
+    assert "initial model, as no checkpoint is earlier (there are those of steps 2, 4, 6)" in capfd.readouterr().err
     (copy / FOLDER / "recipe.yaml").unlink()
     assert replay(copy, "--step", "6") == 2
     assert "has no recorded recipe (_journal/recipe.yaml)" in capfd.readouterr().err

@@ -167,7 +167,7 @@ def test_model_written_code_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_stands_for_its_newest_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds neither a model"):
+    with pytest.raises(ValueError, match="holds no model"):
         command.model_of(str(tmp_path))
     for step in (2, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -188,7 +188,7 @@ def test_a_run_stands_for_its_newest_model(tmp_path: Path) -> None:
         (["m"], "--tasks is missing"),
         (["m", "--tasks", "gsm8k", "--limit", "0"], "--limit is 0, but must be at least 1"),
         (["m", "--tasks", "gsm8k,gsm8k"], "named twice"),
-        (["m", "--tasks", "gsm8k", "--resume"], "--resume reads the results of an earlier command"),
+        (["m", "--tasks", "gsm8k", "--resume"], "--resume needs the results file of an earlier command"),
         (["nowhere/at-all", "--tasks", "gsm8k", "--dtyp", "float32"], "Did you mean `dtype`"),
     ],
 )
