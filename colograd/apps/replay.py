@@ -105,7 +105,7 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
     from ..rollout.store import FOLDER, RECIPE
 
     recipe = options.config or options.run / FOLDER / RECIPE
-    if not recipe.is_file():
+    if options.config is None and not recipe.is_file():
         raise ValueError(
             f"{options.run} has no recorded recipe ({FOLDER}/{RECIPE}). It is recorded by `colograd train` with "
             "journal: keep or until_checkpoint. Give the run's recipe with --config."
