@@ -1,1 +1,1 @@
-"""Memory of a rank's device: its plan, and its alternate use by the engine (sampling) and the policy (training)."""
+"""A plan of a device's memory, and turns in which the engine (sampling) and the policy (training) use the memory."""

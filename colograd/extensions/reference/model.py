@@ -137,7 +137,7 @@ def _keeps_no_copy(policy: Policy) -> bool:
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
     """Return the bytes that the reference takes on the policy's device, before FSDP divides its weights among ranks.
 
-    Offloaded weights count as 0, because they are on the device only while no gradients are.
+    Offloaded weights count as 0, because they are on the device only while no gradients exist.
     """
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:

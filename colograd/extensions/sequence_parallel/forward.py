@@ -133,13 +133,13 @@ class RowPart:
         return _Exchange.apply(tokens, self.send_heads, self.send_tokens)
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Give other ranks their heads, and get all tokens: (1, own tokens, heads, D) -> (1, T, own heads, D)."""
+        """Convert (1, own tokens, heads, D) to (1, T, own heads, D): all tokens of the row, for this rank's heads."""
         filled = -of_tokens.shape[2] % self.group.size
         by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
         return self._to_heads(by_rank)[None]
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a parameter (H, ...), for the heads that this rank gets by `to_all_tokens`."""
+        """Return a parameter's rows, from (H, ...), for the heads that `to_all_tokens` gives this rank."""
         each = -(-len(of_heads) // self.group.size)
         behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
         return F.pad(of_heads, behind).split(each)[self.group.place]
@@ -169,7 +169,7 @@ class RowStep(ForwardStep):
 
     @classmethod
     def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowStep:
-        """Make this rank's step and its groups. A collective. ``engine``: the engine's ranks if they share a policy."""
+        """Make this rank's step and groups. A collective. ``engine``: the engine's ranks if they divide the policy."""
         sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
         if engine is None:
             return cls(sequence, sequence)
@@ -247,7 +247,7 @@ class SharedTokens(SharedRows):
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
         """Return whether the loss reaches the same parameters on all ranks of the row. If only some ranks use an
-        expert, these ranks could wait for the expert's sum of gradients, and others for an exchange of heads."""
+        expert, a deadlock is possible: these wait for a sum of the expert's gradients, others to exchange heads."""
         if self._reach_all:
             return True
         # The check takes time, because it visits the whole autograd graph. A model without experts isn't checked again

@@ -68,8 +68,7 @@ class ToolFeature(SourceFeature):
             )
         if config.max_steps <= 0:
             raise ValueError(
-                f"max_steps is {config.max_steps}, but a run without a dataset needs an end: set max_steps to the "
-                "number of steps."
+                f"max_steps is {config.max_steps}, but a run without a dataset needs an end: set max_steps."
             )
         rows = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
         return Dataset.from_dict({"prompt": [EMPTY] * rows})
