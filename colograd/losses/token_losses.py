@@ -145,7 +145,7 @@ class VESPOLoss(TokenLoss):
     """A Gamma-shaped weight of the whole completion (VESPO, arXiv 2602.10693): -phi(w) * A * log pi.
 
     phi(w) = e^lambda w^k e^(-lambda w), without gradient. k is ``vespo_k_pos`` if A >= 0, else ``vespo_k_neg``.
-    lambda is chosen likewise. w is the product of the completion's ratios pi / pi_old and sampler corrections."""
+    lambda follows the same rule. w is the product of the completion's ratios pi / pi_old and sampler corrections."""
 
     corrects: ClassVar[bool] = True
 

@@ -1,1 +1,1 @@
-"""A plan of a device's memory, and turns in which the engine (sampling) and the policy (training) use the memory."""
+"""Plan of a device's memory, and the alternate use of the memory by engine (sampling) and policy (training)."""

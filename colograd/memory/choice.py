@@ -77,7 +77,7 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first interval in ``able`` with which the run fits. Interval n checkpoints every n-th layer, 0 none.
+    """Return the first interval in ``able`` that makes the run fit. Interval n checkpoints every n-th layer, 0 none.
 
     If the run fits with no interval, return the last one.
     """

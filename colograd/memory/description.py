@@ -37,7 +37,7 @@ PLANNED_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """Model sizes: ``weights``, ``gradients``, ``optimizer``, ``packed`` and item sizes in bytes, others in elements."""
+    """Model sizes. ``weights``, ``gradients``, ``optimizer``, ``packed`` and item sizes are bytes, others elements."""
 
     elements: int
     trained: int

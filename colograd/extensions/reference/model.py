@@ -33,7 +33,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
 
     Args:
         offload: whether the copy's weights are in host memory while the copy doesn't compute.
-        follows: text for the log that says how the policy is mixed into the copy. "": the copy stays constant.
+        follows: text for the log about the mixing of the policy into the copy. "": the copy stays constant.
         place: device to make the copy on if ``offload`` is false. None: ``device``, where the copy computes.
     """
 

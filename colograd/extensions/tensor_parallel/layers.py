@@ -189,8 +189,8 @@ def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard])
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Register hooks that sum a parameter's gradient over the ranks that have the same part of it, e.g. a whole query
-    norm. Each of these ranks computes only the contribution of its own heads or columns to the gradient."""
+    """Register hooks that sum a parameter's gradient over the ranks that have the same part, e.g. a whole query norm.
+    Each of these ranks computes only the contribution of its own heads or columns to the gradient."""
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
     partial = {name: parameter for name, parameter in inside if parameter.requires_grad}

@@ -64,8 +64,8 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return two objects for each parameter: a `Slice` whose destination is all the memory that this rank's engine has
-    for the parameter, and the `Shard` of the parameter that this memory holds."""
+    """Return (slice, shard) for each parameter. The slice's destination is all memory that this rank's engine has for
+    the parameter. The shard is the part of the parameter in this memory."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
         same_name = list(group)

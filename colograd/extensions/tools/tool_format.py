@@ -85,7 +85,7 @@ class ToolFormat:
 
         Args:
             own: the dataset row's arguments of the chat template (`chat_template_kwargs`).
-            last: the completion's last token. None: the token with which the chat template ends a message.
+            last: the completion's last token. None: the chat template's token for the end of a message.
         """
         call, arguments = _assistant_message("", [ToolCall(messages[0]["name"], {})]), without_nones(own or {})
         before = self._read([QUESTION, call], **arguments).ids
