@@ -1,6 +1,6 @@
 """The training loop of every rank, instead of transformers' loop.
 
-A round is the steps from one generation to the next.
+A round is one generation and the optimizer steps until the next generation.
 
 If several ranks share a vLLM engine, `Sampler.collect` returns all groups on the engine's first rank, and empty steps
 on the other ranks. `Learner.schedule` then divides the groups among these ranks.
@@ -26,7 +26,7 @@ from .training.transformers_seam import DRIVEN_BY_METRICS
 class Loop:
     """The training loop of one call of `GRPOTrainer.train`.
 
-    The loop sets the trainer's attributes with a leading underscore for methods of `transformers.Trainer`."""
+    The loop sets private attributes of the trainer (``_...``), because methods of `transformers.Trainer` read them."""
 
     def __init__(self, trainer: Any, checkpoint: str | None, ignore_keys: list[str] | None) -> None:
         self.trainer, self.args = trainer, trainer.args

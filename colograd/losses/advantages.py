@@ -40,9 +40,9 @@ class AdvantageEstimator:
 
     @property
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function from rewards [G, R] to scores [G], NaN where all functions abstained.
+        """Function from a group's rewards [G, R] to scores [G], NaN where all reward functions abstained.
 
-        A step's advantages are divided by the standard deviation of its scores. None: they aren't divided."""
+        A step's advantages are divided by the standard deviation of the step's scores. None: no such division."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         if self.scale == "batch_centered":

@@ -58,8 +58,8 @@ def known(difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
 
 
 def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torch.Tensor:
-    """Convert log-ratios of tokens (N,) to the log-ratios (N,) that ``mode`` bounds: of the token, the sum over its
-    completion, or the mean over the completion's tokens in the loss."""
+    """Convert the tokens' log-ratios (N,) to the log-ratios (N,) that ``mode`` bounds: the same in token modes, the
+    completion's sum in sequence modes, or the mean over the completion's tokens in the loss in geometric modes."""
     if mode.startswith("geometric"):
         difference = difference * sequence_mean_weights(batch)
     elif not mode.startswith("sequence"):
@@ -70,7 +70,7 @@ def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torc
 def sampling_metrics(
     tokens: Tokens, correction: SamplerCorrection | None, difference: torch.Tensor, to_sampler: torch.Tensor
 ) -> tuple[Means, Extremes, Extremes]:
-    """Compute metrics of sampler against trainer over the tokens in the loss: sums with counts, minima, maxima.
+    """Compare sampler and trainer on the tokens in the loss. Return three dicts of metrics: means, minima, maxima.
 
     Args:
         difference: (N,), the old log-probabilities minus the sampler's, as `known` returns them.

@@ -61,7 +61,7 @@ class LossTerm:
         return step
 
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Add values of the whole step that this term needs to each row. Return the step. A collective call."""
+        """Add to each row the values of the whole step that this term needs. Return the step. A collective call."""
         return step
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
@@ -136,10 +136,10 @@ class Objective:
         self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch,
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> LossOutput:  # fmt: skip
-        """Compute the loss of a micro-batch, a sum over tokens, and metrics.
+        """Compute the metrics of a micro-batch, and its loss, which is a sum over tokens.
 
         Args:
-            logprobs: the policy's log-probabilities, (N,) in nats. In an on-policy step they are the old ones, too.
+            logprobs: the policy's log-probabilities, (N,) in nats. In an on-policy step they are also the old policy's.
             entropy: the policy's entropies, (N,) in nats.
             values: values for the terms, from `LossTerm.steps`.
         """

@@ -98,9 +98,9 @@ class CISPOLoss(TokenLoss):
 class DPPOLoss(TokenLoss):
     """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi.
 
-    w = pi / sampler without gradient (pi / pi_old without the sampler correction). A token has no gradient if its
-    probability has increased by more than ``epsilon_high`` for A > 0, or else decreased by more than ``epsilon``. The
-    paper uses 0.2 for both bounds and 20 for ``delta``."""
+    w = pi / sampler, or pi / pi_old without the sampler correction. No gradient flows through w. If A > 0, a token has
+    no gradient if its probability rose by more than ``epsilon_high``. If A <= 0, a token has no gradient if its
+    probability fell by more than ``epsilon``. The paper uses 0.2 for both bounds and 20 for ``delta``."""
 
     corrects: ClassVar[bool] = True
 
@@ -117,7 +117,7 @@ class DPPOLoss(TokenLoss):
 
     @torch.no_grad()
     def moved(self, tokens: Tokens) -> torch.Tensor:
-        """Compute pi - sampler, (N,), or pi - pi_old without the sampler correction."""
+        """Compute the change of each token's probability, (N,): pi - sampler, or pi - pi_old without the correction."""
         return tokens.logprobs.exp() - (tokens.logprobs - tokens.log_ratio_to_sampler).exp()
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
@@ -144,8 +144,8 @@ class SAPOLoss(OverCompletions):
 class VESPOLoss(TokenLoss):
     """A Gamma-shaped weight of the whole completion (VESPO, arXiv 2602.10693): -phi(w) * A * log pi.
 
-    phi(w) = e^lambda w^k e^(-lambda w), without gradient. k and lambda are the settings ``..._pos`` for A >= 0, else
-    ``..._neg``. w is the product of the completion's ratios pi / pi_old and sampler corrections."""
+    phi(w) = e^lambda w^k e^(-lambda w), without gradient. k is ``vespo_k_pos`` if A >= 0, else ``vespo_k_neg``.
+    lambda follows the same rule. w is the product of the completion's ratios pi / pi_old and sampler corrections."""
 
     corrects: ClassVar[bool] = True
 

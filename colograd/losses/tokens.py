@@ -76,9 +76,9 @@ class Tokens:
         return difference.where((self.batch.loss_mask > 0) & ~difference.isnan(), own)
 
     def mean(self, values: torch.Tensor, per_sequence: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum and count of a metric's mean of ``values`` (N,) over the tokens in the loss.
+        """Return (sum, count) of a metric that is the mean of ``values`` (N,) over the tokens in the loss.
 
-        With ``per_sequence`` (default: `Tokens.per_sequence`) the mean is over the completions' means."""
+        With ``per_sequence`` (default: `Tokens.per_sequence`) the metric is the mean of the completions' means."""
         whole = self.per_sequence if per_sequence is None else per_sequence
         return summed(values, sequence_mean_weights(self.batch) if whole else self.batch.loss_mask)
 
@@ -86,7 +86,7 @@ class Tokens:
 class TokenLoss(ABC):
     """Base class of all losses. By default the loss is the mean over all tokens of the step that count in the loss.
 
-    `from_config` fills a dataclass's fields that are named like fields of the configuration."""
+    If a subclass is a dataclass, `from_config` sets the fields that are named like a field of the configuration."""
 
     corrects: ClassVar[bool] = False
     """Whether `__call__` corrects for the sampler's probabilities. If False, token losses are multiplied by
@@ -134,7 +134,7 @@ class OverCompletions(TokenLoss):
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's clip metrics: shares of tokens that a bound clips, and a completion's lowest and highest share.
+    """Compute TRL's clip metrics: the share of tokens that a bound clips, and its minimum or maximum over completions.
 
     Args:
         below: (N,) bool, tokens below the lower bound.

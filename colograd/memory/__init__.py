@@ -1,1 +1,1 @@
-"""Memory of a rank's device: its plan, and its alternate use by the engine (sampling) and the policy (training)."""
+"""Plan of a device's memory, and the alternate use of the memory by engine (sampling) and policy (training)."""

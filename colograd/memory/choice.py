@@ -41,7 +41,8 @@ def _ample(run: RunDescription) -> int:
 
 
 def fits(run: RunDescription, strategy: str) -> bool:
-    """Return whether a run fits its device. Estimated activations must fit only if the plan chooses the KV cache."""
+    """Return whether a run fits its device. Activations are only estimated, and count only if the plan chooses the
+    size of the KV cache (on a GPU, unless the user has set it)."""
     plan = best_plan(run, strategy)
     return plan.takes(run.need.least) if run.plans_cache else _known_fits(run, plan)
 
@@ -56,7 +57,7 @@ def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
 
 
 def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """Return the bytes of the KV cache if the user sets its size, or the engine's fraction of memory. Else return 0."""
+    """Return the KV cache's bytes if the user has set its size or the engine's fraction of memory, else 0."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 
@@ -76,9 +77,9 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first n of ``able`` with which the run fits. Every n-th layer is checkpointed then (0: no layer).
+    """Return the first interval in ``able`` that makes the run fit. Interval n checkpoints every n-th layer, 0 none.
 
-    If the run fits with no n, return the last of ``able``.
+    If the run fits with no interval, return the last one.
     """
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:

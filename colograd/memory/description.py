@@ -37,7 +37,7 @@ PLANNED_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """Sizes of a model in elements. Bytes: ``weights``, ``gradients``, ``optimizer``, ``packed`` and item sizes."""
+    """Model sizes. ``weights``, ``gradients``, ``optimizer``, ``packed`` and item sizes are bytes, others elements."""
 
     elements: int
     trained: int
@@ -57,7 +57,7 @@ class PolicySizes:
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Compute the sizes of a model. ``to_pack`` maps parameters that loading will quantise to their bytes then."""
+        """Compute a model's sizes. ``to_pack``: {parameter that loading will quantise: bytes after quantisation}."""
         if to_pack is None:
             found = packed_weights(model)
             packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
@@ -93,8 +93,9 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
     """Count the bytes of the optimizer's state.
 
-    `adamw_split` has two float32 moments per element. For a bfloat16 element it also has the 16 bits that a float32
-    master has more. `muon` counts as many: its matrices need 4 bytes less per element, its temporaries take them.
+    `adamw_split` has two float32 moments per element. For a bfloat16 element it also has the 16 bits that extend the
+    element to a float32 master weight. `muon` counts the same, although matrices need 4 bytes less per element: its
+    temporaries take about this difference.
     """
     total = 0
     for parameter in model.parameters():
@@ -175,7 +176,7 @@ class RunDescription(Workload):
 
     @property
     def longest_rows(self) -> list[int]:
-        """Tokens of micro-batches to plan with, in descending order. Each number is at least the longest sequence's."""
+        """Micro-batch lengths (in tokens) to plan with, longest first. Each has room for the longest sequence."""
         if self.tokens:
             return [max(self.tokens, self.length)]
         sizes = [max(PLANNED_TOKENS * self.ranks_per_sequence, self.length)]
@@ -198,10 +199,10 @@ def describe_run(
 
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have the same field names.
-        model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.loading.outline`).
+        model: the policy, or a copy on the meta device (`policy.loading.outline`), with its `requires_grad` flags.
         shared: whether the policy's parameters are the engine's tensors.
-        reference, teacher: bytes of these models.
-        to_pack: parameters that loading will quantise, with their bytes after it.
+        reference, teacher: bytes of these models on the device, before sharding.
+        to_pack: {parameter that loading will quantise: bytes after quantisation}.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
     dtype = model.dtype
@@ -259,7 +260,7 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 
 
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
-    """Map larger numbers of ranks per engine to the sharding strategies that the run could use with them."""
+    """Return {ranks per engine: sharding strategies that are then possible} for engines larger than the run's."""
     drafts = "speculative_config" in dict(settings.vllm_engine_kwargs or {})
     if is_adapted(model) or settings.weights != "auto" or drafts:
         return {}
@@ -276,7 +277,7 @@ def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tu
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
-    """Describe the devices of all ranks. Memory of ``model`` counts as available. All ranks must call this."""
+    """Describe all ranks' devices. Memory of ``model`` counts as free, because a plan includes it. A collective."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         free, total = torch.cuda.mem_get_info(device)

@@ -62,9 +62,9 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(config: GRPOConfig) -> bool:
-    """Turn on the CUDA allocator's expandable segments, if the run supports them. Return whether it does.
+    """Turn on expandable segments of torch's CUDA allocator if the run supports them. Return whether they are on.
 
-    In such segments rows of different lengths don't fragment the memory. Call this before the first allocation.
+    With expandable segments rows of different lengths don't fragment memory. Call this before the first allocation.
     """
     able = (
         config.device.type == "cuda"

@@ -10,7 +10,8 @@ bfloat16 policy and the optimizer `adamw_split`:
      +gradients 2/T      0                 4/N         10/N              buckets in exchange
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
-Norms, and key-value heads that are fewer than T, are whole on each rank. The estimate counts these as split.
+Each rank of an engine has all norms. If there are fewer key-value heads than T, several ranks have the same head. The
+estimate ignores these copies, and divides norms and heads by T.
 """
 
 from __future__ import annotations

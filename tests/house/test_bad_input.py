@@ -240,7 +240,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "no dataset and no end": (
         lambda _: without_dataset(Game),
         "max_steps is -1",
-        "but only it ends a run without a dataset",
+        "but a run without a dataset needs an end",
         "set max_steps",
     ),
     "another trainer's configuration": (

@@ -69,7 +69,7 @@ class Trackers:
     def table(
         self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
     ) -> None:
-        """Send a table to W&B and trackio. ``pictures``: column -> a list of image files per row."""
+        """Send a table to W&B and trackio. ``pictures`` maps a column to a list of encoded images for each row."""
         import pandas as pd
         from PIL import Image
 

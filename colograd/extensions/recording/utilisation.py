@@ -74,7 +74,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Numbers of elements of a model's matrices: trained and frozen ones in the layers, and the head's."""
+    """Element counts of a model's weight matrices. ``trained`` and ``frozen`` exclude head and token embedding."""
 
     trained: int
     frozen: int
@@ -84,7 +84,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Count a model's matrices. None: a mixture of experts, where a token uses only some of the matrices."""
+        """Return a model's counts, or None for a mixture of experts, where a token uses only some matrices."""
         base = unwrap(model)
         if num_experts(base.config):
             return None

@@ -1,4 +1,4 @@
-"""The KL term of the loss (setting `beta`): it holds the policy to the reference."""
+"""The KL term of the loss (setting `beta`), which penalises a policy that diverges from the reference model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Reference policy of the KL term. It depends on the weights that the run trains:
 
-all weights of the policy           a frozen copy of the policy, made before training
-a new adapter on a model            the model with the adapter disabled
-an adapter that was loaded, or one  the adapter's initial values, exchanged for the trained values while the
-that trains the base's biases       reference runs
+a model without an adapter             a frozen copy of the model, made before training
+a new adapter                          the policy with the adapter disabled
+an adapter that was loaded, or an      the policy with the initial values of all trained weights. They replace the
+adapter and biases of the base model   trained values while the reference runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class FrozenCopy(FrozenModel, TrainerCallback):
     """Frozen copy of the policy.
 
     Args:
-        offload: whether the copy's weights wait in host memory between uses.
-        follows: log text about the mixing with the policy, or "" if the copy stays constant.
-        place: device that the copy is made on without ``offload``. None means ``device``.
+        offload: whether the copy's weights are in host memory while the copy doesn't compute.
+        follows: text for the log about the mixing of the policy into the copy. "": the copy stays constant.
+        place: device to make the copy on if ``offload`` is false. None: ``device``, where the copy computes.
     """
 
     def __init__(
@@ -84,14 +84,17 @@ class FrozenCopy(FrozenModel, TrainerCallback):
         with safe_open(path, framework="pt", device="cpu") as weights:
             for name, parameter in self.model.named_parameters():
                 if name not in weights.keys() or weights.get_slice(name).get_shape() != list(parameter.shape):  # noqa: SIM118
-                    raise ValueError(f"{str(path)!r} has no {name} of shape {list(parameter.shape)}.")
+                    raise ValueError(
+                        f"{str(path)!r} has no {name} of shape {list(parameter.shape)}, but the policy has: resume "
+                        "from a checkpoint of the same model."
+                    )
                 parameter.copy_(weights.get_tensor(name))
 
 
 class OfAdapter(SecondModel):
     """Reference policy of a run with an adapter: the policy without the adapter, or with the adapter's initial values.
 
-    A resumed run makes an equal reference, so checkpoints have no file of the reference."""
+    Checkpoints don't store this reference: a resumed run makes an equal one from the model that it starts with."""
 
     def __init__(self, model: Any, is_new: bool) -> None:
         self.model = model
@@ -132,9 +135,9 @@ def _keeps_no_copy(policy: Policy) -> bool:
 
 
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the bytes that the reference adds on the policy's device, before FSDP divides them.
+    """Return the bytes that the reference takes on the policy's device, before FSDP divides its weights among ranks.
 
-    Offloaded weights count as 0: they are on the device only before gradients exist, and fit into the gradients' room.
+    Offloaded weights count as 0, because they are on the device only while no gradients exist.
     """
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:

@@ -62,7 +62,8 @@ class RewardPenalty(LossTerm):
             if not torch.equal(scored.advantages, estimator.of_group(scored.rewards)):
                 raise ValueError(
                     f"kl_in_reward is {self.coefficient:g}, but the advantages weren't computed from the group's "
-                    "rewards alone (compute_advantages is overridden, or there is one advantage per token): set beta."
+                    "rewards alone (compute_advantages is overridden, or there is one advantage per token): set "
+                    "kl_in_reward: 0, and beta for a KL term in the loss."
                 )
             rewards, ids = weighted_sum(scored.rewards, estimator.weights).double(), scored.group.rollout_ids
             penalty = torch.tensor([sums[identity] for identity in ids], dtype=torch.float64)
@@ -97,7 +98,9 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
         )
     if config.scale_rewards.startswith("batch") or config.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
-            f"{name}, but the advantages are divided by a deviation over the step, which is computed before the "
-            "penalty: set scale_rewards: group, mean or none, and multi_objective_aggregation: sum_then_normalize."
+            f"{name}, but scale_rewards: {config.scale_rewards} with multi_objective_aggregation: "
+            f"{config.multi_objective_aggregation} divides advantages by a standard deviation over the step, computed "
+            "without the penalty: set scale_rewards: group, mean or none, and multi_objective_aggregation: "
+            "sum_then_normalize."
         )
     return RewardPenalty(config.kl_in_reward, config.kl_in_reward_estimator)

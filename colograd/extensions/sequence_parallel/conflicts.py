@@ -32,6 +32,6 @@ def check_sequences(config: GRPOConfig) -> None:
         of_parts = f" times vllm_tensor_parallel_size ({parts})" if parts > 1 else ""
         able = [str(n) for n in range(1, ranks + 1) if not ranks % (n * parts)]
         raise ValueError(
-            f"sequence_parallel_size is {size}, but it{of_parts} must divide the number of ranks per machine, {ranks}: "
-            f"choose one of {', '.join(able)}."
+            f"sequence_parallel_size ({size}){of_parts} must divide the number of ranks per machine, {ranks}: set "
+            f"sequence_parallel_size to one of {', '.join(able)}."
         )

@@ -41,14 +41,14 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 class RowPart:
     """Division of a packed row's tokens and labels (target tokens) among ranks, from this rank's point of view.
 
-    A label belongs to the rank of the token that predicts it. Example: a prompt of 2 tokens with completions of 2 and 3
-    tokens (separated by ``|``), on 2 ranks:
+    A rank has the labels that its tokens predict. Example: on 2 ranks, a prompt of 2 tokens with completions of 2 and 3
+    tokens (separated by ``|``):
 
-        tokens           (4, 3)
-        logit_positions  1 2 | 1 4 5
-        labels           (3, 2)
-        own              0 1   2          on the first rank
-                                 3 4      on the second rank
+        tokens           (4, 3)          numbers of tokens: ranks have the tokens 0 to 3, and 4 to 6
+        logit_positions  1 2 | 1 4 5     for each label, the token that predicts the label
+        labels           (3, 2)          numbers of labels
+        own              0 1   2         the first rank's labels
+                                 3 4     the second rank's labels
     """
 
     group: RankGroup
@@ -63,8 +63,8 @@ class RowPart:
     def of(
         cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device, fillers: int = 0
     ) -> RowPart:
-        """Divide a row's tokens into nearly equal ranges. ``positions`` are the row's `MicroBatch.logit_positions`,
-        (N,), in host memory."""
+        """Divide a row's tokens into nearly equal ranges, one per rank. ``positions``: the row's
+        `MicroBatch.logit_positions`, (N,), in host memory. ``fillers``: number of padding tokens at the row's end."""
         size = group.size
         tokens = tuple(num_tokens // size + (place < num_tokens % size) for place in range(size))
         ends = torch.tensor([*itertools.accumulate(tokens)])
@@ -81,7 +81,7 @@ class RowPart:
 
     def cut(self, row: MicroBatch) -> MicroBatch:
         """Return the row with only this rank's tokens and labels. The field ``layout`` still describes the whole row,
-        because attention and recurrent layers compute all tokens."""
+        because attention and recurrent layers compute all of the row's tokens for some of the heads."""
         tokens, own = self.range, self.own
         return dataclasses.replace(
             row,
@@ -93,18 +93,18 @@ class RowPart:
         )
 
     def gather(self, of_labels: torch.Tensor) -> Any:
-        """Gather values of labels: from this rank's (n, ...) to all labels of the row in order, (N, ...)."""
+        """Return the values of all labels of the row, (N, ...), given the values of this rank's labels, (n, ...)."""
         return _Gather.apply(of_labels, self)
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the weights of this rank's tokens, from weights (T,) of the row's tokens. `fillers` get weight 0."""
+        """Return the weights of this rank's tokens, given weights (T,) of the row's tokens. Padding gets weight 0."""
         return F.pad(of_tokens[: len(of_tokens) - self.fillers], (0, self.fillers))[self.range]
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
         return leave(of_tokens, self.group)
 
     def mix(self, mixer: Any, hidden: torch.Tensor, run: recurrent_heads.Run) -> torch.Tensor:
-        """Run a recurrent layer, with all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape."""
+        """Run a recurrent layer: (1, own tokens, hidden) -> the same shape. A rank runs some heads, for all tokens."""
         return recurrent_heads.way_of(mixer)(mixer, hidden, self, run)  # type: ignore[misc]  # `check_policy` refuses None
 
     def to_heads(
@@ -133,19 +133,19 @@ class RowPart:
         return _Exchange.apply(tokens, self.send_heads, self.send_tokens)
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Exchange (1, own tokens, heads, D) -> (1, T, own heads, D)."""
+        """Convert (1, own tokens, heads, D) to (1, T, own heads, D): all tokens of the row, for this rank's heads."""
         filled = -of_tokens.shape[2] % self.group.size
         by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
         return self._to_heads(by_rank)[None]
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Select this rank's heads from parameters of all heads (H, ...), as `to_all_tokens` divides them."""
+        """Return a parameter's rows, from (H, ...), for the heads that `to_all_tokens` gives this rank."""
         each = -(-len(of_heads) // self.group.size)
         behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
         return F.pad(of_heads, behind).split(each)[self.group.place]
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """Exchange (1, T, own heads, D) -> (1, own tokens, heads, D), without added heads of zeros."""
+        """Undo `to_all_tokens`: (1, T, own heads, D) -> (1, own tokens, heads, D). Padding heads are dropped."""
         found: torch.Tensor = _Exchange.apply(output[0], self.send_tokens, self.send_heads)
         return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
 
@@ -169,7 +169,7 @@ class RowStep(ForwardStep):
 
     @classmethod
     def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowStep:
-        """Make the groups of this rank. A collective. ``engine``: the engine's ranks of a tensor-parallel policy."""
+        """Make this rank's step and groups. A collective. ``engine``: the engine's ranks if they divide the policy."""
         sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
         if engine is None:
             return cls(sequence, sequence)
@@ -194,7 +194,7 @@ class RowStep(ForwardStep):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all with a gradient: each number goes to one rank, so the backward is the all-to-all ``back``."""
+    """Differentiable all-to-all: the forward calls ``there``, and the backward calls ``back`` with the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, there: Send, back: Send) -> torch.Tensor:
@@ -246,8 +246,8 @@ class SharedTokens(SharedRows):
         remove(self.model, RowStep)
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss reaches the same parameters on all ranks of the row. A rank's tokens may miss an
-        expert of a mixture. Waiting for the expert's gradient bucket would block the exchanges of heads."""
+        """Return whether the loss reaches the same parameters on all ranks of the row. If only some ranks use an
+        expert, a deadlock is possible: these wait for a sum of the expert's gradients, others to exchange heads."""
         if self._reach_all:
             return True
         # The check takes time, because it visits the whole autograd graph. A model without experts isn't checked again

@@ -1,7 +1,7 @@
 """Recurrent layers with sequence parallelism: each rank runs the recurrence of all tokens for some heads or channels.
 
-The ranks exchange projections of their tokens. Then each rank runs transformers' recurrence over all tokens, on a
-stand-in for the layer with the parameters of the rank's heads. Outputs are exchanged back.
+The ranks exchange projections of their tokens. Then each rank runs transformers' recurrence over all tokens, with a
+stand-in for the layer: an object that has only the parameters of the rank's heads. Outputs are exchanged back.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _convolution(convolution: torch.nn.Conv1d, own: Callable[[torch.Tensor], tor
 
 
 def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run LFM2's short convolution: (1, own tokens, hidden) -> the same shape. The ranks exchange each channel's two
-    gates and input."""
+    """Run LFM2's short convolution: (1, own tokens, hidden) -> the same shape. The ranks exchange three values
+    of each channel: two gates and the input."""
     projected = mixer.in_proj(hidden).unflatten(-1, (3, -1)).transpose(2, 3)  # Shape (1, tokens, channels, 3).
     convolution = _convolution(mixer.conv, part.own_heads)
     stand_in = _StandIn(mixer, in_proj=SAME, out_proj=SAME, conv=convolution)
@@ -44,8 +44,8 @@ def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run
 
 
 def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run Qwen3.5's Gated DeltaNet: (1, own tokens, hidden) -> the same shape. A rank gets some key heads with all
-    value heads of these."""
+    """Run Qwen3.5's Gated DeltaNet: (1, own tokens, hidden) -> the same shape. A rank gets some key heads, and
+    all value heads that share these key heads."""
     heads, values = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     key, value = mixer.head_k_dim, values * mixer.head_v_dim
     convolved = [heads * key, heads * key, heads * value]

@@ -1,9 +1,9 @@
 """Tensor-parallel layers of a policy: a rank has the same heads, MLP columns and vocabulary entries as in vLLM.
 
-As in Megatron-LM (arXiv 1909.08053), each rank computes with its part of the weights, the ranks' outputs are summed,
-and so are the gradients of the inputs. Layers run transformers' forwards; hooks and derived classes add the sums.
-Parameters are plain tensors (no DTensors), so that a parameter can be a tensor of vLLM. An adapter is cut like
-its layer.
+As in Megatron-LM (arXiv 1909.08053), each rank computes with its part of the weights. The ranks' outputs are summed,
+and so are the gradients of the inputs. Hooks and subclasses add these sums to the forwards of transformers' layers.
+Parameters are plain tensors, not DTensors, so that a parameter can share a vLLM tensor's memory. A LoRA adapter is
+divided like its layer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class VocabularyPart:
         self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Combine the ranks' statistics of their vocabulary shards into the statistics of the whole vocabulary.
-        ``maximum`` m is the largest logit x. ``sums``: label's logit, sum of e^(x - m) (x - m), sum of e^(x - m)."""
+        ``maximum`` is each label's largest logit m in the shard. ``sums`` are three tensors: the label's logit (0 if
+        another shard has it), the sum of e^(x - m) (x - m), and the sum of e^(x - m), over the shard's logits x."""
         label_logit, moment, total = sums
         largest = self.group.max_(maximum.clone())
         fall = maximum - largest
@@ -51,8 +52,8 @@ class VocabularyPart:
 
 
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Pre-forward hook of an attention, a convolution, an MLP or experts: the backward sums the ranks' gradients of the
-    inputs. Routing weights are inputs of experts, so the router's gradients are whole."""
+    """Make the backward sum a module's input gradients over ranks. Pre-forward hook of attention, convolutions, MLPs
+    and experts. Routing weights are inputs of experts, so each rank gets the router's whole gradient."""
 
     def entered(value: Any) -> Any:
         return enter(value, group) if isinstance(value, torch.Tensor) else value
@@ -81,8 +82,8 @@ class _Embedding(nn.Embedding):
 
 
 class _Head(nn.Linear):
-    """Language-model head with some vocabulary rows on each rank. Training computes only this rank's logits
-    (`label_logprobs`), without this forward."""
+    """Language-model head with some vocabulary rows on each rank. The forward returns the logits of all rows. Training
+    doesn't call the forward: `label_logprobs` computes this rank's logits only."""
 
     vocabulary: VocabularyPart
 
@@ -125,8 +126,8 @@ class TensorParts:
 
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
-    """Change a model that has only this rank's ``shards`` of parameters to compute like the whole model. A
-    collective."""
+    """Make ``model`` compute like the whole model, though its parameters are only this rank's ``shards`` of the whole
+    parameters. A collective."""
     engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
     data = group_of(layout, lambda rank: rank.shard_group)
     parts = TensorParts(layout, engine, data, engine.gather(dict(shards)))
@@ -162,7 +163,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             regions[path] = module  # each rank has some intermediate features of every expert
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         else:
-            raise RuntimeError(f"Ranks divide {path} ({type(module).__name__}) in an unknown way: set sharding: fsdp.")
+            raise RuntimeError(f"sharding: tensor can't divide {path} ({type(module).__name__}): set sharding: fsdp.")
     for region in regions.values():
         region.register_forward_pre_hook(functools.partial(_enter_region, engine), with_kwargs=True)
         if hasattr(region, "num_key_value_groups"):
@@ -173,8 +174,8 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
 
 
 def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
-    """Return this rank's parts of the adapter's matrices by the `id` of the parameter. ``shards`` are the base's parts,
-    by parameter names of a model without adapters."""
+    """Return {`id` of a LoRA matrix: this rank's part of the matrix}. ``shards`` maps a base parameter's name, as in a
+    model without adapters, to this rank's part of the parameter."""
     of_adapter: dict[int, Shard] = {}
     for layer in adapted:
         base, rank = shards[layer.parameter], len(layer.lora_a)
@@ -188,8 +189,8 @@ def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard])
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Sum gradients over the ranks that have the same part of a parameter, such as a norm of queries. Each of these
-    ranks computes the gradient from its own heads or columns only."""
+    """Register hooks that sum a parameter's gradient over the ranks that have the same part, e.g. a whole query norm.
+    Each of these ranks computes only the contribution of its own heads or columns to the gradient."""
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
     partial = {name: parameter for name, parameter in inside if parameter.requires_grad}

@@ -22,16 +22,16 @@ class InEngineLayout(ModelFeature):
             return
         if model_config.model_type not in CUT:
             raise ValueError(
-                f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy "
-                f"can have the engine's layout in this version ({', '.join(CUT)}): set sharding: gradients, or fsdp "
-                "for a policy that no rank has room for."
+                f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models that this "
+                f"version can divide like vLLM ({', '.join(CUT)}): set sharding: gradients, or set sharding: fsdp if "
+                "the policy doesn't fit one rank's memory."
             )
         dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
         if dropout and not config.disable_dropout:
             name, value = dropout.popitem()
             raise ValueError(
                 f"sharding is {config.sharding!r} and the model's {name} is {value}, but the ranks of an engine would "
-                "drop different parts of one row: set disable_dropout: true."
+                "draw different dropout masks for the same row: set disable_dropout: true."
             )
 
     def can_be_cut(self, model_config: Any) -> bool:
@@ -39,7 +39,7 @@ class InEngineLayout(ModelFeature):
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
         if parts_of(model) is not None:
-            raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")
+            raise ValueError("An earlier trainer divided this model over ranks (sharding: tensor): load it again.")
 
 
 def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:

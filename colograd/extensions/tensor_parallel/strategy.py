@@ -33,8 +33,8 @@ from .layers import TensorParts, adapter_shards, split
 
 
 def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
-    """Cut a whole policy into the memory of this rank's engine, and return the weight sync. An adapter is cut like
-    vLLM's LoRA slots."""
+    """Replace a whole policy's parameters by this rank's parts, in the memory of the engine's tensors. Return the
+    weight sync. An adapter is divided like vLLM's LoRA slots, but has memory of its own."""
     policy, engine = pairing.policy, pairing.engine
     with on_all_ranks("the plan of the policy's parts"):
         parts = _parts(pairing.slices)
@@ -64,8 +64,8 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return for each parameter a slice with its whole place in this rank's engine, and the part that the place
-    holds."""
+    """Return (slice, shard) for each parameter. The slice's destination is all memory that this rank's engine has for
+    the parameter. The shard is the part of the parameter in this memory."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
         same_name = list(group)
@@ -88,8 +88,8 @@ def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
 
 
 class TensorStrategy(SharedRows):
-    """Base class of the tensor-parallel strategies. Each strategy's second base class works among the ranks that
-    have the same part of the policy, one per engine."""
+    """Base class of the tensor-parallel strategies. A strategy's second base class, from `sharding.zero`, sums
+    gradients over the ranks with the same part of the policy (one rank per engine)."""
 
     shared_out: str  # Name of the state that ranks with the same part of the policy divide. Empty without such state.
 
@@ -189,7 +189,7 @@ class TensorParallel(TensorStrategy, WholeCopies):
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: Write = save_file
     ) -> bool:
-        """Write the optimizer state of this rank's part if ``keep`` is true on any rank of its engine. A collective."""
+        """Write the optimizer state of this rank's policy part if any rank of the engine has ``keep``. A collective."""
         engine = self.cut.engine
         keeps = gather(keep)
         if any(keeps[rank] for rank in engine.ranks):

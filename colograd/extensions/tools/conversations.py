@@ -51,7 +51,7 @@ class Conversation:
     media: list[Media] = field(default_factory=list)  # Images, with their positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
-        """Append the tokens of ``part``. ``turn`` is the sample that has them. None: they weren't sampled."""
+        """Append the tokens of ``part``. ``turn`` is the engine's sample of these tokens. None: tools' answers."""
         self.read = self.read.followed_by(part.ids, part.media)
         if part.media is not None:
             self.media.append(part.media.shifted(len(self.ids)))
@@ -161,7 +161,7 @@ class Conversations:
         return conversation
 
     def _add_answers(self, conversation: Conversation, messages: list[dict[str, Any]], max_tokens: int) -> bool:
-        """Append the tools' answers and return True. Or return False if no room would be left for a further token."""
+        """Append the tools' answers if they leave room for one more token. Return whether they were appended."""
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.shows_images
         room = min(max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
 

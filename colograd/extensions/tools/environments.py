@@ -27,7 +27,7 @@ CONTROL = ("reset", "get_reward")  # Public methods of an environment that the m
 
 
 def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap ``work`` for another thread, so that it uses the CUDA device of the thread that wraps it."""
+    """Return a function that runs ``work`` in another thread, on the CUDA device that the calling thread uses now."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.cuda.current_device() if used else None
 
@@ -95,7 +95,7 @@ def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
 
 
 class Environments:
-    """Makes environments, and lends each to one conversation at a time, which includes the conversation's scoring.
+    """Makes environments, and lends each to one conversation at a time, until the conversation has been scored.
 
     A factory's key is the name in a row's column `environment`. Without a dict of factories the key is None."""
 

@@ -58,7 +58,7 @@ class ToolFeature(SourceFeature):
         self.form = ToolFormat(policy.tokenizer, kwargs, reader_of(policy))
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return as many empty prompts as one round of sampling needs. An environment's `reset` writes their texts."""
+        """Return a dataset of empty prompts for one generation. An environment's `reset` writes each prompt's text."""
         if not self.toolbox.factories:
             return super().empty_prompts(config)
         if self.toolbox.by_name:
@@ -68,7 +68,7 @@ class ToolFeature(SourceFeature):
             )
         if config.max_steps <= 0:
             raise ValueError(
-                f"max_steps is {config.max_steps}, but only it ends a run without a dataset: set max_steps."
+                f"max_steps is {config.max_steps}, but a run without a dataset needs an end: set max_steps."
             )
         rows = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
         return Dataset.from_dict({"prompt": [EMPTY] * rows})

@@ -81,11 +81,11 @@ class ToolFormat:
     def answer(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> ModelInput:
-        """Return the tokens that continue a completion with tools' answers ``messages`` up to the next message's start.
+        """Return the tokens that follow a completion: the tools' answers ``messages``, and the next generation prompt.
 
         Args:
-            own: further arguments of the chat template from the dataset row.
-            last: the completion's last token. None: the token that ends a message.
+            own: the dataset row's arguments of the chat template (`chat_template_kwargs`).
+            last: the completion's last token. None: the chat template's token for the end of a message.
         """
         call, arguments = _assistant_message("", [ToolCall(messages[0]["name"], {})]), without_nones(own or {})
         before = self._read([QUESTION, call], **arguments).ids

@@ -80,11 +80,12 @@ class Toolbox:
 
     Args:
         tools: functions or import paths.
-        environment_factory: makes environments. Or a dict of factories by the value of a row's column ``environment``.
+        environment_factory: function that makes an environment, or its import path. Or a dict {value of a dataset
+            row's column ``environment``: function}.
         workers: number of processes for the sync tools. 0 means that sync tools run in threads.
         timeout: maximum seconds of a call outside the main thread. None means no limit.
         main_thread: names of tools and environments that work only in the main thread.
-        most_environments: maximum environments in use at once, but at least a group's size. None: no limit.
+        most_environments: maximum environments lent at once, raised to a group's size if lower. None: no limit.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Toolbox:
         if unable := [name for name in main_thread or () if name not in able]:
             raise ValueError(
                 f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
-                f"this run: name some of {', '.join(able) or 'none'}, or leave main_thread_tools out."
+                f"this run ({', '.join(able) or 'there are none'}): correct the name, or leave main_thread_tools out."
             )
         self._warned: set[tuple[str, str]] = set()  # (kind of failure, tool) of each warning so far.
         pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
@@ -151,7 +152,7 @@ class Toolbox:
         return {"tools": self.schemas(row) or None}
 
     def open(self, row: dict[str, Any]) -> tuple[Environment | None, list[RunningCall]]:
-        """Begin a row's conversation. Return its environment, or None, and the running call of its ``reset``."""
+        """Begin a row's conversation. Return an environment with its running ``reset`` call, or None and no call."""
         if not self.factories:
             return None, []
         environment = self.environments.lend(self._factory_of(row))

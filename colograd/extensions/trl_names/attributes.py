@@ -72,7 +72,7 @@ class TRLNames:
         if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in parameters]:
             raise ValueError(
                 f"{cls.__name__} defines compute_loss({', '.join(parameters)}) with transformers' arguments, but "
-                f"nothing passes {' and '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
+                f"this trainer passes one micro-batch, no {' and no '.join(wrong)}, and needs a LossOutput. Write `def "
                 "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, "
                 "loss=...)` of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
             )
@@ -90,7 +90,7 @@ class TRLNames:
         def __setattr__(self, name: str, value: Any) -> None:
             if name in ATTRIBUTES:
                 raise AttributeError(
-                    f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
+                    f"{name} can't be set to {value!r} on a trainer, where it is read-only: pass the value to "
                     "GRPOConfig or GRPOTrainer, or override a stage (docs/architecture.md, Replacing a stage)."
                 )
             super().__setattr__(name, value)

@@ -152,8 +152,8 @@ def test_ranks_that_lack_memory_alike_pack_smaller_rows(tiny_model: Path, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, r"size is 3, but it must divide the number of ranks per machine, 4: choose one of 1, 2, 4\."),
-        ({"sequence_parallel_size": 4, "tensor": 2}, r"it times vllm_tensor_parallel_size \(2\) must divide .*1, 2"),
+        ({}, r"size \(3\) must divide the number of ranks per machine, 4: set .* to one of 1, 2, 4\."),
+        ({"sequence_parallel_size": 4, "tensor": 2}, r"\(4\) times vllm_tensor_parallel_size \(2\) must divide .*1, 2"),
         ({"sequence_parallel_size": 2, "sharding": "fsdp"}, "sharding is 'fsdp', but this version .* set sharding"),
         ({"sequence_parallel_size": 2, "torch_compile": True}, "torch_compile is true, .* remove torch_compile"),
         ({"sequence_parallel_size": 2, "router_replay": True}, "router_replay is true, .* remove router_replay"),
