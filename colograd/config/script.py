@@ -1,4 +1,4 @@
-"""Settings of the model (`ModelConfig`), and of data and rewards (`ScriptArguments`). TRL has classes of these names."""
+"""Settings of the model (`ModelConfig`), and of data and rewards (`ScriptArguments`), named as in TRL."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class StepKnobs(TrainingArguments):
                 low = max(ranks, self.prompts_per_step // ranks * ranks)
                 raise ValueError(
                     f"prompts_per_step is {self.prompts_per_step}, but must be a positive multiple of the "
-                    f"number of engines, {ranks}, to divide equally among them ({low} or {low + ranks} would do)."
+                    f"number of engines, {ranks}, because engines get equal shares: {low} or {low + ranks} would do."
                 )
             per_rank = self.prompts_per_step // ranks * group
             accumulation = 1
