@@ -406,7 +406,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: engine_kwargs("m", config(vllm_engine_kwargs={"enable_sleep_mode": True}), torch.float32, None, 1),
         "vllm_engine_kwargs sets",
         "'enable_sleep_mode'",
-        "set vllm_enable_sleep_mode instead",
+        "remove it, and set vllm_enable_sleep_mode",
     ),
     "a loss that doesn't exist": (
         lambda _: config(loss_type="gspo"),
