@@ -57,8 +57,8 @@ class SamplingKnobs:
             if name in anyway and name not in ("n", "max_tokens", "temperature"):
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but vLLM always draws completions with "
-                    f"{anyway[name][0]!r}: remove the entry. Set the length by max_completion_length, and a greedy "
-                    "evaluation by temperature_eval: 0."
+                    f"{anyway[name][0]!r}: remove the entry. To limit the length, set max_completion_length. "
+                    "For a greedy evaluation, set temperature_eval: 0."
                 )
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in needless]
 

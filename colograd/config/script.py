@@ -1,4 +1,4 @@
-"""Settings of the model (`ModelConfig`), and of data and rewards (`ScriptArguments`), named as in TRL."""
+"""Settings of the model (`ModelConfig`), and of data and rewards (`ScriptArguments`). TRL has both classes."""
 
 from __future__ import annotations
 

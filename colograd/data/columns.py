@@ -34,7 +34,7 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), but prompts are tokenised once: apply the "
             "transform with map. Keys that Arrow adds with the value None are removed from messages and "
-            "chat_template_kwargs. To avoid them elsewhere, use Dataset.from_list(rows, on_mixed_types='use_json')."
+            "chat_template_kwargs. Elsewhere avoid such keys by Dataset.from_list(rows, on_mixed_types='use_json')."
         )
     if not images:
         check_no_images(columns_of(dataset), name)

@@ -57,7 +57,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     if any(fraction is not None for fraction in fractions):
         # As in TRL: each part gives its first rows, as many as the fractions allow without repeating a row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
-            raise ValueError(f"`fraction` is {fractions} in `datasets`: set a positive number in each, or in none.")
+            raise ValueError(f"`fraction` is {fractions} in `datasets`: set a positive number per entry, or none.")
         if not all(isinstance(part, Dataset) for part in parts):
             raise ValueError(
                 "`fraction` is set in `datasets`, but a streamed dataset has no length: remove `fraction` or streaming."
@@ -136,7 +136,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
         isinstance(dataset, IterableDataset) or list(dataset["prompt"]) != list(dataset[column])
     ):
         raise ValueError(
-            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, with perhaps other prompts: "
+            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and the two may differ: "
             "remove one of the columns."
         )
     if script.system_prompt is None:
@@ -159,7 +159,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
 def load_source(
     name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool
 ) -> dict[str, Any]:
-    """Load the dataset ``name``. Return its splits by name. A dataset without splits gets the first of ``splits``."""
+    """Load the dataset ``name``. Return its splits by name. A dataset without splits becomes split ``splits[0]``."""
     if (function := _function(name)) is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
     else:

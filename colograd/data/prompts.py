@@ -97,7 +97,7 @@ class PromptRules:
         return [name for name in (*COLUMNS, *self.columns) if name in present]
 
     def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
-        """Return token ids of ``rows``, also of prompts to drop. ``first``: dataset index of ``rows[0]`` in errors."""
+        """Return token ids of ``rows``, also of prompts to drop. ``first``: index of ``rows[0]`` that errors show."""
         # Rows with equal arguments of the chat template share one call of the tokenizer. Values of `alike`:
         # (arguments, row indices). Arguments are None for plain texts.
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}

@@ -182,7 +182,7 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that, added to ``kwargs``, let vLLM read no weights except those of a draft model."""
+    """Return arguments that, added to ``kwargs``, make vLLM skip all weights except those of a draft model."""
     from vllm.config import LoadConfig
 
     overrides = _given_overrides(kwargs.get("hf_overrides"))

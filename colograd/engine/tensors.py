@@ -60,7 +60,7 @@ class VLLMTensors:
         return {f"{name}.": part for name, part in parts if name and getattr(part, "hf_to_vllm_mapper", None)}
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function from checkpoint tensor ``name`` to vLLM's ``place``, or None if both are equal."""
+        """Return the function from checkpoint tensor ``name`` to vLLM tensor ``place``, or None if both are equal."""
         ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
         return FUNCTIONS.get(ends)
 

@@ -149,7 +149,7 @@ def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
     parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 2}]
     whole, _ = load(datasets=parts)
     assert whole["prompt"][:] == [f"a{i}" for i in range(15)] + [f"b{i}" for i in range(10)]
-    with pytest.raises(ValueError, match="set a positive number in each, or in none"):
+    with pytest.raises(ValueError, match="set a positive number per entry, or none"):
         load(datasets=[parts[0], {"path": str(tmp_path / "b.jsonl")}])
     with pytest.raises(ValueError, match="a streamed dataset has no length"):
         load(datasets=parts, streaming=True)
