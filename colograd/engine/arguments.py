@@ -105,7 +105,7 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
 
 
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Return the batch sizes, in tokens, for which vLLM captures CUDA graphs. A graph costs memory and time at start.
+    """Return the batch sizes, in tokens, of the CUDA graphs that vLLM captures. A graph costs memory and time at start.
 
     An engine step has at most ``width`` sequences, in training at most ``trained``. With drafts (speculative decoding)
     it has at most ``most`` tokens, ``multiple`` per sequence. vLLM drops sizes that aren't multiples of ``multiple``.
@@ -182,7 +182,7 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that, added to ``kwargs``, make vLLM skip all weights except those of a draft model."""
+    """Return arguments that, added to ``kwargs``, make vLLM skip all weights except a draft model's."""
     from vllm.config import LoadConfig
 
     overrides = _given_overrides(kwargs.get("hf_overrides"))

@@ -280,8 +280,8 @@ def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewind the random generators of requests whose prompt is only partly computed, because the numbers drawn for
-    them aren't used. vLLM itself would set the generators' offsets, but CPU generators have no offset."""
+    """Rewind the random generators of requests with a partly computed prompt, because the numbers drawn for them
+    aren't used. vLLM itself would set the generators' offsets, but CPU generators have no offset."""
     batch, held = self.input_batch, {}
     for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
         if (generator := batch.generators.pop(row, None)) is not None:

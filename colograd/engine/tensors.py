@@ -35,8 +35,8 @@ class VLLMTensors:
         return found
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Return the parameters, except those of LoRA adapters, by their names in a model without adapters. Tied
-        parameters have one entry."""
+        """Return the parameters without LoRA adapters. Names are as in a model without adapters. Tied parameters have
+        one entry."""
         named = ((base_name(name), parameter) for name, parameter in self._model.named_parameters())
         return {name: parameter for name, parameter in named if name is not None}
 

@@ -54,8 +54,9 @@ class Endpoint:
             has_bearer = bearer.lower().startswith("bearer ")
             key = bearer[7:].strip() if has_bearer else request.headers.get("x-api-key", "")
             if (session := self.sessions.get(key)) is None:
-                problem = "use the key that the run gives to the program: argument `api_key` or OPENAI_API_KEY."
-                raise BadRequest(f"no session has this API key: {problem}", 401, "no_key")
+                raise BadRequest(
+                    "no session has this API key: use the program's argument api_key or OPENAI_API_KEY.", 401, "no_key"
+                )
             if api != "models":
                 return await self._answer(api, session, request)
             card = {"id": self.api.model, "object": "model", "created": 0, "owned_by": "colograd"}
