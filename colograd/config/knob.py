@@ -96,7 +96,7 @@ def rules_of(group: Any) -> dict[str, Rules]:
 
 
 def check_values(group: Any) -> None:
-    """Replace alternative spellings, then raise a ValueError for a bad value."""
+    """Replace alternative spellings in a dataclass of settings. Raise a ValueError for the first bad value."""
     rules_by_name = rules_of(group)
     for each in dataclasses.fields(group):
         if (rules := rules_by_name.get(each.name)) is None:
@@ -164,9 +164,9 @@ def known_settings(settings: Mapping[str, Any], known: Iterable[str]) -> dict[st
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop settings that are None if ``defaults`` has them: there None means the default.
+    """Drop each setting that is None and has an entry in ``defaults``, because None then means the default.
 
-    Return the other settings, and a log line per dropped setting.
+    Return the remaining settings, and a log line per dropped setting.
     """
     unset = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
@@ -187,7 +187,7 @@ def never_none(cls: type) -> dict[str, Any]:
 
 
 def _complete_help(cls: type) -> None:
-    """Set each empty help text to the string below its field in the source, or to its text in `MEANINGS`."""
+    """Set each empty help text to the string below the field in the source, or to the field's text in `MEANINGS`."""
     meanings = dict(MEANINGS)
     for module in {base.__module__ for base in cls.__mro__ if base.__module__.startswith(f"{__package__}.")}:
         for group in ast.parse(inspect.getsource(sys.modules[module])).body:

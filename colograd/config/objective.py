@@ -1,4 +1,4 @@
-"""Settings of rewards, advantages, the loss, entropy terms, importance sampling, the KL term and distillation."""
+"""Settings of rewards, tools, agents, advantages, the loss and its terms, the KL reference and distillation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS: dict[str, Any] = {"above": 0, "remedy": "leave it out for no limit"}
 
 @dataclass
 class RewardKnobs:
-    """Settings of rewards and tools."""
+    """Settings of rewards, tools and agents."""
 
     reward_weights: list[float] | None = knob(None, "One weight per reward function; default 1 each.")
     reward_workers: int | None = knob(None, at_least=0)
@@ -140,9 +140,9 @@ class ObjectiveKnobs(SamplingKnobs):
     (DeepSeek-V3.2), e.g. 0.5."""
 
     def _check_conflicts_and_bias(self) -> list[str]:
-        """Turn off `vllm_importance_sampling_correction` if its ratio would compare different distributions.
+        """Turn off `vllm_importance_sampling_correction` if sampler and loss use different distributions.
 
-        Return log lines that tell the user so.
+        Return log lines about the sampler's distribution and the correction.
         """
         changes, drafts = shaping(vars(self)), value_of(self, DRAFTS) is not None
         names = ", ".join(f"{name} {value!r}" for name, value in changes.items())
@@ -170,9 +170,9 @@ class ObjectiveKnobs(SamplingKnobs):
 
     @property
     def replays_truncation(self) -> bool:
-        """Whether the softmax of policy, reference and teacher is over the tokens that the sampler kept.
+        """Whether the softmax of policy, reference and teacher covers only the tokens that the sampler could draw.
 
-        vLLM records these tokens. The sampler keeps tokens by `top_k`, perhaps with `top_p` or `min_p`.
+        vLLM records these tokens. `top_k` limits their number; `top_p` and `min_p` may exclude more tokens.
         """
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 

@@ -13,7 +13,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Worker processes ignore thes
 
 @dataclass
 class SavingKnobs(TrainingArguments):
-    """Settings of checkpoints, stops and the rollout log."""
+    """Settings of checkpoints, of the rollout log, and of signals that stop the run."""
 
     save_in_background: bool = knob(True)
     """Write checkpoints from a copy in host memory while training goes on. Training waits if files are needed at once

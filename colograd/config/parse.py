@@ -42,7 +42,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return only the settings that a command line and its recipe set, in JSON types. Values aren't checked."""
+    """Return the settings that a command line and its recipe set, converted to JSON types. Values aren't checked."""
     settings, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
@@ -119,7 +119,7 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         present = settings.get(name)  # TRL's recipes may write a mapping as JSON text.
         present = json.loads(present) if isinstance(present, str) else present
         if present is not None and not isinstance(present, dict):
-            raise ValueError(f"{flag} sets an entry of a mapping, but {name} is {present!r}: write a mapping.")
+            raise ValueError(f"{flag} sets one entry, but {name} is {present!r} in the recipe: write a mapping there.")
         settings[name] = (present or {}) | entries
     return settings, rest, recipe
 

@@ -23,7 +23,7 @@ CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
 
 def default_dtype(optim: str) -> str:
-    """Return the dtype if the user sets none: bfloat16 for optimizers with a float32 master, else TRL's float32."""
+    """Return the policy's default dtype: bfloat16 if ``optim`` keeps a float32 master copy, else float32 as in TRL."""
     return "bfloat16" if optim in ("auto", *KEEPS_MASTER) else "float32"
 
 
@@ -93,9 +93,9 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def checkpointing(self) -> int:
-        """n if every n-th layer recomputes its activations in the backward, 0 if no layer does.
+        """Interval of gradient checkpointing: with n, every n-th layer recomputes its activations. 0: no layer.
 
-        It is 1 while the memory plan hasn't decided.
+        If `gradient_checkpointing` is unset, the interval is 1 until the memory plan chooses one.
         """
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))

@@ -56,14 +56,15 @@ class SamplingKnobs:
             # `n`, `max_tokens` and `temperature` are also parameters of vLLM, which are checked later.
             if name in anyway and name not in ("n", "max_tokens", "temperature"):
                 raise ValueError(
-                    f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
-                    f"{anyway[name][0]!r}: remove the entry (see max_completion_length and temperature_eval: 0)."
+                    f"generation_kwargs sets {name!r} to {value!r}, but vLLM always draws completions with "
+                    f"{anyway[name][0]!r}: remove the entry. To limit the length, set max_completion_length. "
+                    "For a greedy evaluation, set temperature_eval: 0."
                 )
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in needless]
 
 
 def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that make the sampler's distribution differ from the model's softmax at the temperature."""
+    """Return the settings that make the sampler's distribution differ from softmax(logits / temperature)."""
     own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
     values = {name: settings.get(name) for name in own}
     more = settings.get("generation_kwargs")

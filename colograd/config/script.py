@@ -1,4 +1,4 @@
-"""`ModelConfig` (the model) and `ScriptArguments` (dataset and rewards), as in TRL's classes and grpo script."""
+"""Settings of the model (`ModelConfig`), and of data and rewards (`ScriptArguments`). TRL has both classes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ModelConfig:
 @names_checked
 @dataclass
 class ScriptArguments:
-    """Settings of ``colograd train`` that trainer and model don't have: dataset, reward functions, tools, agent."""
+    """Settings of ``colograd train`` outside `GRPOConfig` and `ModelConfig`: dataset, rewards, tools, agent."""
 
     dataset_name: str | None = knob(None)
     """The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or folder, or the import path

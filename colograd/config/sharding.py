@@ -47,7 +47,7 @@ class ShardingKnobs(TrainingArguments):
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Translate the sharding in a file of accelerate or DeepSpeed. transformers then sees no `deepspeed`."""
+        """Set `sharding` from the configuration of accelerate or DeepSpeed. Then hide `deepspeed` from transformers."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         self.sharding_note = ""
@@ -71,5 +71,5 @@ class ShardingKnobs(TrainingArguments):
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether the policy is split over ranks as vLLM splits its model. These ranks compute each row together."""
+        """Whether an engine's ranks split the policy's tensors as vLLM does, and compute each row together."""
         return self.sharding in TENSOR

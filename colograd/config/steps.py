@@ -79,7 +79,7 @@ class StepKnobs(TrainingArguments):
 
     @property
     def token_budget(self) -> int:
-        """Maximum tokens of a micro-batch by the settings. 0 means `auto`: training measures the maximum."""
+        """Configured maximum tokens of a micro-batch. 0 means `auto`: training measures the maximum."""
         return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
 
     @property
@@ -90,7 +90,7 @@ class StepKnobs(TrainingArguments):
     def _fold_batch(self, ranks: int) -> None:
         """Resolve the settings of batch sizes. A second call changes nothing.
 
-        ``ranks`` is the number of engines, which divide the prompts among them.
+        ``ranks`` is the number of engines. Each engine samples the same number of prompts.
         """
         group = self.num_generations or 1
         accumulation = self.gradient_accumulation_steps
@@ -109,8 +109,8 @@ class StepKnobs(TrainingArguments):
             if self.prompts_per_step < 1 or self.prompts_per_step % ranks:
                 low = max(ranks, self.prompts_per_step // ranks * ranks)
                 raise ValueError(
-                    f"prompts_per_step is {self.prompts_per_step}, but all ranks take the same number of whole groups. "
-                    f"Choose a multiple of the {ranks} ranks or engines: {low} or {low + ranks} would do."
+                    f"prompts_per_step is {self.prompts_per_step}, but must be a positive multiple of the "
+                    f"number of engines, {ranks}, because engines get equal shares: {low} or {low + ranks} would do."
                 )
             per_rank = self.prompts_per_step // ranks * group
             accumulation = 1
@@ -120,7 +120,7 @@ class StepKnobs(TrainingArguments):
             raise ValueError(
                 f"per_device_train_batch_size * gradient_accumulation_steps = {self.per_device_train_batch_size} * "
                 f"{accumulation} = {per_rank} completions per rank and step, but a group of num_generations = {group} "
-                f"stays on one rank: make it a multiple of {group} ({near} would do)."
+                f"stays on one rank: make the product a multiple of {group} ({near} would do)."
             )
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
@@ -134,7 +134,7 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Return the optimizer steps per generation. It is 1 even if TRL would generate several times per step."""
+        """Return the optimizer steps per generation. Return 1 if TRL would generate several times per step."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"

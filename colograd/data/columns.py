@@ -18,7 +18,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """Return column names. A stream without known columns has the keys of its first row."""
+    """Return the column names. For a stream without known columns, return the keys of the first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
@@ -29,12 +29,12 @@ def check_prompt_column(columns: Iterable[str], name: str, column: str = "prompt
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Refuse a dataset with a transform, and columns of images for a model without images."""
+    """Raise a ValueError if ``dataset`` has a transform, or has a column of images while ``images`` is false."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), but prompts are tokenised once: apply the "
-            "transform with map. Keys with None that Arrow adds are removed from messages and "
-            "chat_template_kwargs; in other columns avoid them by Dataset.from_list(rows, on_mixed_types='use_json')."
+            "transform with map. Keys that Arrow adds with the value None are removed from messages and "
+            "chat_template_kwargs. Elsewhere avoid such keys by Dataset.from_list(rows, on_mixed_types='use_json')."
         )
     if not images:
         check_no_images(columns_of(dataset), name)

@@ -1,4 +1,4 @@
-"""Load the rows of a run by their names: a local file or folder, a Hub id, or the import path of a function."""
+"""Load a run's datasets by name: a local file or folder, a Hub id, or the import path of a function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
-    """Return (rows to train on, rows to evaluate on or None). With streaming both are IterableDatasets."""
+    """Return (training dataset, evaluation dataset or None). Streamed datasets are IterableDatasets."""
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(
@@ -57,10 +57,10 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     if any(fraction is not None for fraction in fractions):
         # As in TRL: each part gives its first rows, as many as the fractions allow without repeating a row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
-            raise ValueError(f"`fraction` is {fractions} in `datasets`: give a fraction to every part or to none.")
+            raise ValueError(f"`fraction` is {fractions} in `datasets`: set a positive number per entry, or none.")
         if not all(isinstance(part, Dataset) for part in parts):
             raise ValueError(
-                "`fraction` is given in `datasets`, but a streamed part has no length: remove `fraction` or streaming."
+                "`fraction` is set in `datasets`, but a streamed dataset has no length: remove `fraction` or streaming."
             )
         shares = [fraction / sum(fractions) for fraction in fractions]
         total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share)
@@ -70,8 +70,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     except ValueError as error:
         columns = "; ".join(f"{i}: {listed(columns_of(part))}" for i, part in enumerate(parts))
         raise ValueError(
-            f"The parts of `datasets` don't fit together ({error}): list in `columns` the columns that all share. "
-            f"The parts have the columns {columns}."
+            f"The entries of `datasets` can't be concatenated ({error}): set `columns` of each to the columns that all "
+            f"entries have. Columns by entry: {columns}."
         ) from error
     if script.test_split_size is None:
         return whole, None
@@ -88,7 +88,7 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     where = f"datasets[{index}]"
     if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(MIXTURE_KEYS):
         keys = ", ".join(MIXTURE_KEYS[1:])
-        raise ValueError(f"{where} is {entry!r}, but must be a mapping with `path` and any of {keys}: write one.")
+        raise ValueError(f"{where} is {entry!r}: write a mapping with `path`, and no other keys than {keys}.")
     path, split = str(entry["path"]), entry.get("split") or "train"
     kwargs = {key: entry[key] for key in ("data_dir", "data_files") if entry.get(key) is not None}
     loaded = load_source(path, entry.get("name"), kwargs, (split,), streaming)
@@ -136,7 +136,8 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
         isinstance(dataset, IterableDataset) or list(dataset["prompt"]) != list(dataset[column])
     ):
         raise ValueError(
-            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and they may differ: remove one."
+            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and the two may differ: "
+            "remove one of the columns."
         )
     if script.system_prompt is None:
         return dataset
@@ -158,7 +159,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
 def load_source(
     name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool
 ) -> dict[str, Any]:
-    """Load splits by a dataset's name. A dataset without splits counts as the first of ``splits``."""
+    """Load the dataset ``name``. Return its splits by name. A dataset without splits becomes split ``splits[0]``."""
     if (function := _function(name)) is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
     else:
@@ -191,7 +192,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
         why = (error.__cause__ or error) if isinstance(error, DatasetsError) else error
         raise ValueError(
             f"The dataset {name!r} can't be loaded: {why}. Give a local file or folder, an import path "
-            "`package.module:function`, or an id on the Hub, which needs a connection or a filled cache."
+            "`package.module:function`, or a Hub id. A Hub id needs a network connection or a cached copy."
         ) from error
 
 
@@ -240,7 +241,8 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
             signature.bind(**given)
         except TypeError as error:
             raise ValueError(
-                f"The dataset function {name}{signature} was given {given}: {error}. Set dataset_kwargs."
+                f"The dataset function {name}{signature} can't be called with {given}: {error}. Change "
+                "dataset_kwargs, or the function's entry in `datasets`."
             ) from error
         result = function(**given)
         if isinstance(result, dict):

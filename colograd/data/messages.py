@@ -72,7 +72,7 @@ def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
-    """Return messages that the template writes in full. If it can't, contents (lists, None) become texts."""
+    """Return ``messages``. If the template ``write`` fails or omits text, contents (lists, None) become plain texts."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:

@@ -69,7 +69,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
                 yield [(rows[place], start + place) for place in range(first, first + per_rank) if rows]
 
     def rows_of(self, number: int) -> Sequence[int]:
-        """Return a round's row indices in the order of positions. ``number``: index of the round over all epochs."""
+        """Return a round's dataset rows in training order. ``number``: the round's index, counted over all epochs."""
         epoch, index = divmod(number, self.num_rounds)
         rows = _permutation(self.num_rows, self.seed, epoch) if self.shuffle else range(self.num_rows)
         return rows[index * self.round_size : (index + 1) * self.round_size]
@@ -90,7 +90,7 @@ def seed_of(config: GRPOConfig) -> int:
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Return extra prompts ``drawn`` to ``drawn + count - 1`` of this rank. Seed and step fix their order."""
+    """Return this rank's next ``count`` extra prompts of optimizer step ``step``, after the first ``drawn``."""
     layout = config.layout
     places = (index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count))
     return [prompt_at(dataset, config, EXTRA * (step + 1) + place) for place in places]
@@ -115,7 +115,7 @@ def permutation(rows: int, text: str) -> torch.Tensor:
 
 
 class PromptLoader(DataLoader):
-    """The training dataloader: a plain one, so that `accelerate.skip_first_batches` can resume an epoch."""
+    """The training dataloader, with a batch sampler, which `accelerate.skip_first_batches` needs to resume an epoch."""
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
         # DataLoader draws a seed at each epoch's start. An own generator leaves torch's global one untouched.

@@ -25,7 +25,7 @@ COLUMNS = ("prompt", "chat_template_kwargs")
 
 @dataclass(eq=False)
 class PromptDataset(torch.utils.data.Dataset):
-    """A dataset's rows with tokenised prompts. Index (row, position) gives a `Prompt`, any other index gives rows."""
+    """A dataset's rows with tokenised prompts. ``self[row, position]`` is a `Prompt`, ``self[row]`` a row."""
 
     dataset: Dataset
     token_ids: Any  # Ids of prompts, concatenated, int32 [sum P]. None: `rules.reader` makes each prompt on request.
@@ -97,7 +97,7 @@ class PromptRules:
         return [name for name in (*COLUMNS, *self.columns) if name in present]
 
     def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise rows, also too long ones. ``first``: index of the first row in the dataset, for errors."""
+        """Return token ids of ``rows``, also of prompts to drop. ``first``: index of ``rows[0]`` that errors show."""
         # Rows with equal arguments of the chat template share one call of the tokenizer. Values of `alike`:
         # (arguments, row indices). Arguments are None for plain texts.
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
@@ -144,7 +144,7 @@ class PromptRules:
         return {**arguments, **self.chat_template_kwargs, **own, **further}
 
     def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
-        """Tokenise the prompt of a row outside the dataset. Return None if it is too long and `overlong` is `drop`."""
+        """Tokenise a prompt that was changed after loading. Return None, or raise a ValueError, if it is too long."""
         row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
             prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))
@@ -192,7 +192,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
 
 
 def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Tokenise plain texts without a second BOS token for texts that begin with it."""
+    """Tokenise plain texts. A text that begins with the BOS token gets no second BOS token."""
     start, token = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     return [
         list(ids[1:] if start and text.startswith(start) and list(ids[:2]) == [token, token] else ids)

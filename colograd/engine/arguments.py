@@ -39,7 +39,7 @@ def engine_kwargs(
         if name in given:
             raise ValueError(f"vllm_engine_kwargs sets {name!r}, which the trainer sets itself: remove it.")
     if "enable_sleep_mode" in given:
-        raise ValueError("vllm_engine_kwargs sets 'enable_sleep_mode': set vllm_enable_sleep_mode instead.")
+        raise ValueError("vllm_engine_kwargs sets 'enable_sleep_mode': remove it, and set vllm_enable_sleep_mode.")
     if given.get("speculative_config"):
         registry.require("drafts", "speculative_config in vllm_engine_kwargs")
     kwargs: dict[str, Any] = {
@@ -105,10 +105,10 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
 
 
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Return the batch sizes in tokens to capture CUDA graphs for. Each graph costs memory and time at start.
+    """Return the batch sizes, in tokens, of the CUDA graphs that vLLM captures. A graph costs memory and time at start.
 
-    A step has at most ``width`` sequences, a step of training at most ``trained``. With drafts (speculative decoding) a
-    step has at most ``most`` tokens, ``multiple`` per sequence. vLLM drops sizes that aren't multiples of ``multiple``.
+    An engine step has at most ``width`` sequences, in training at most ``trained``. With drafts (speculative decoding)
+    it has at most ``most`` tokens, ``multiple`` per sequence. vLLM drops sizes that aren't multiples of ``multiple``.
     """
     fine, largest = min(trained, width) * multiple, max(width, most)
     near = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32)}
@@ -182,7 +182,7 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments to add to ``kwargs`` so that vLLM reads no weights of the checkpoint, only a draft model's."""
+    """Return arguments that, added to ``kwargs``, make vLLM skip all weights except a draft model's."""
     from vllm.config import LoadConfig
 
     overrides = _given_overrides(kwargs.get("hf_overrides"))

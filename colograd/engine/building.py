@@ -1,4 +1,4 @@
-"""Version check of vLLM, and patches of vLLM, most of them only while an engine is built."""
+"""Check vLLM's version, and patch vLLM. Most patches last only while an engine is built."""
 
 from __future__ import annotations
 
@@ -48,15 +48,14 @@ def explained_errors(model: str) -> Iterator[None]:
                 while isinstance(before := first.__cause__ or first.__context__, ImportError):
                     first = before
                 raise RuntimeError(
-                    f"vLLM's code for {model} can't be imported ({first}): install that package."
+                    f"vLLM's code for {model} can't be imported ({first}): install what is missing."
                 ) from error
         from pydantic import ValidationError
 
         if isinstance(error, ValidationError):
             said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
             raise ValueError(
-                f"vLLM refuses its configuration for {model} ({said}): change vllm_engine_kwargs, or choose another "
-                "model."
+                f"vLLM refuses the arguments for {model} ({said}): change vllm_engine_kwargs, or choose another model."
             ) from error
         of_torch = isinstance(error, RuntimeError) and type(error).__module__ == "builtins"
         if not of_torch and not isinstance(error, OF_CODE):
@@ -151,7 +150,7 @@ def freeze_objects(theirs: Any) -> None:
 
 @contextlib.contextmanager
 def nondeterminism_allowed() -> Iterator[None]:
-    """Let torch use nondeterministic algorithms, because some vLLM kernels have no others."""
+    """Let torch use nondeterministic algorithms, because some vLLM kernels have no deterministic variant."""
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -162,7 +161,9 @@ def nondeterminism_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_variables_of(device: torch.device) -> Iterator[None]:
-    """Let vLLM select this rank's GPU by LOCAL_RANK. With `srun --gpus-per-task=1` each rank sees one GPU, number 0."""
+    """While vLLM is built, set LOCAL_RANK to this rank's GPU index. Then restore the launcher's variables.
+
+    With `srun --gpus-per-task=1` each rank sees one GPU, with index 0."""
     launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
     if device.type != "cpu":
         os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -207,8 +208,8 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
 
     if not hasattr(Worker, "_maybe_get_memory_pool_context"):
         raise RuntimeError(
-            "vllm_enable_sleep_mode is true, but this vLLM can't free its KV cache without its weights: set "
-            "vllm_enable_sleep_mode: false."
+            "vllm_enable_sleep_mode is true, but this version of vLLM can't free its KV cache without also "
+            "freeing its weights: set vllm_enable_sleep_mode: false."
         )
 
     def pool(theirs: Any, self: Any, tag: str) -> Any:
@@ -228,7 +229,7 @@ def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, *
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
     """Keep the weights of a CPU engine's linear layers unpacked, because no weight sync can write packed weights. In
-    measurements torch's products with unpacked weights were as fast."""
+    measurements, torch's products with unpacked weights were as fast as with packed weights."""
 
     def keep(theirs: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = cpu_products.linear
@@ -272,15 +273,15 @@ def _rotate(
 
 
 def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Route by sigmoid scores among one group of all experts. Without groups vLLM fails an assertion (MiniMax-M2)."""
+    """Put all experts into one group for sigmoid routing without groups, which vLLM's CPU router lacks (MiniMax-M2)."""
     if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
         self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
     return theirs(self, *args, **kwargs)
 
 
 def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewind the random generators of requests with a partly computed prompt, because vLLM drew unused numbers. vLLM
-    would set the generator's offset, which generators on a CPU lack."""
+    """Rewind the random generators of requests with a partly computed prompt, because the numbers drawn for them
+    aren't used. vLLM itself would set the generators' offsets, but CPU generators have no offset."""
     batch, held = self.input_batch, {}
     for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
         if (generator := batch.generators.pop(row, None)) is not None:
@@ -295,7 +296,7 @@ def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
     """Let the ranks of a CPU engine communicate through gloo. vLLM's shared memory has the same name in all jobs on a
-    machine, and doesn't show a waiting rank that another rank has ended."""
+    machine, and a rank that waits there doesn't notice that another rank has ended."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     class Gloo:
@@ -344,9 +345,9 @@ def find_kernels_once(theirs: Any, *platform: Any) -> None:
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
-    """Let a CPU engine compute its one adapter by plain matrix products, rounded once into the layer's output as in
-    peft. On two cores the products took 1.7 ms, and vLLM's kernels 13.6 ms (512 tokens, 576 to 1,536 features,
-    rank 16)."""
+    """Let a CPU engine compute its one adapter by plain matrix products. As in peft, only the sum with the layer's
+    output is rounded to the output's dtype. On two cores the products took 1.7 ms, and vLLM's kernels 13.6 ms
+    (512 tokens, 576 to 1,536 features, rank 16)."""
     from vllm.lora.punica_wrapper import punica_cpu
 
     theirs: Any = punica_cpu.PunicaWrapperCPU

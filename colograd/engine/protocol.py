@@ -112,8 +112,8 @@ class Engine(Protocol):
         """Raise a ValueError if the engine refuses these sampling settings."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work`` on the engine's first rank, and return its result. The engine's other ranks repeat the calls of
-        vLLM, and return ``others``."""
+        """Run ``work`` on the engine's first rank, and return the result there. The engine's other ranks repeat the
+        first rank's calls of vLLM, and return ``others``."""
 
     @property
     def tensors(self) -> VLLMTensors:
@@ -191,7 +191,7 @@ class EngineFeature:
         """Return ``prompt`` as an input of vLLM. None means that the prompt's token ids are the input."""
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Return a request's completions ``sampled`` with data from ``output``, vLLM's RequestOutput of the request."""
+        """Return ``sampled``, a request's completions, with data added from ``output``, vLLM's RequestOutput."""
         return sampled
 
     def scored(self, prompt: ModelInput, output: Any) -> None:

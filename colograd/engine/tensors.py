@@ -20,7 +20,7 @@ FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class VLLMTensors:
-    """Tensors of a vLLM model by name. `fusions` and `renamed` also work with the model's class."""
+    """Tensors of a vLLM model by name. For `fusions` and `renamed`, the model's class suffices."""
 
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model
@@ -35,8 +35,8 @@ class VLLMTensors:
         return found
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Return all parameters except adapters', by names of a model without adapters. Tied parameters have one
-        entry."""
+        """Return the parameters without LoRA adapters. Names are as in a model without adapters. Tied parameters have
+        one entry."""
         named = ((base_name(name), parameter) for name, parameter in self._model.named_parameters())
         return {name: parameter for name, parameter in named if name is not None}
 
@@ -60,7 +60,7 @@ class VLLMTensors:
         return {f"{name}.": part for name, part in parts if name and getattr(part, "hf_to_vllm_mapper", None)}
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function from checkpoint tensor ``name`` to vLLM's tensor ``place``; None if both are equal."""
+        """Return the function from checkpoint tensor ``name`` to vLLM tensor ``place``, or None if both are equal."""
         ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
         return FUNCTIONS.get(ends)
 
@@ -69,13 +69,13 @@ class VLLMTensors:
         return layers.get(f"{name.rpartition('.')[0]}.weight")
 
     def expert_layout(self, name: str) -> str:
-        """Return the name of the vLLM kernel that permutes an experts' tensor; "" if it is as in checkpoints."""
+        """Return the name of the vLLM kernel if the kernel permutes the experts' tensor ``name``, else ""."""
         method = getattr(self._layer(name), "quant_method", None)
         kernel = getattr(getattr(method, "unquantized_backend", None), "name", AS_SAVED[0])
         return "" if kernel in AS_SAVED else str(kernel)
 
     def merged_outputs(self, name: str) -> Sequence[int]:
-        """Return the output sizes of a fused layer's parts, which ranks split separately. Empty for other layers."""
+        """Return the output sizes of a fused layer's parts. Each part is split over ranks. Empty for other layers."""
         return tuple(getattr(self._layer(name), "output_sizes", ()))
 
     def is_added_by_first_rank(self, bias: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`VLLMEngine`: samples with vLLM in the trainer's process. `generate` queues all its prompts at once."""
+"""`VLLMEngine`: samples with vLLM in the trainer's process. `generate` queues all prompts of a call at once."""
 
 from __future__ import annotations
 

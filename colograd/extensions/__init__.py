@@ -1,7 +1,7 @@
 """The list of extensions: features outside the core. Each folder or file can be deleted, and its line here may stay.
 
-The core calls `runtime.registry.hooks` with the name of a seam (a place that extensions can extend). An extension's
-``HOOKS``, in its `__init__.py` or file, maps seams to "module:attribute", or to ":attribute" of the module itself.
+The core calls `runtime.registry.hooks` with the name of a seam, a place where extensions can add code. An extension's
+`__init__.py` or file has ``HOOKS``, a dict from seams to "module:attribute" (":attribute" is in the same file).
 """
 
 # If several extensions have a hook at one seam, the hooks run in the order of these names.

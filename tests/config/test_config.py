@@ -120,7 +120,7 @@ def test_a_copy_is_the_same(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"prompts_per_step": 3}, "prompts_per_step is 3, .* multiple of the 2 ranks or engines: 2 or 4 would do"),
+        ({"prompts_per_step": 3}, "prompts_per_step is 3, .* multiple of the number of engines, 2, .*2 or 4 would do"),
         ({"prompts_per_step": 1}, "prompts_per_step is 1, .* 2 or 4 would do"),
         ({"steps_per_generation": 2, "generation_batch_size": 32}, "set the same number: remove one"),
         ({"generation_batch_size": 24}, r"is 24, but must be a multiple of .* \(16\), or a divisor"),

@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "prompts that don't divide among the ranks": (
         on_ranks(4, prompts_per_step=6),
         "prompts_per_step is 6",
-        "multiple of the 4 ranks",
+        "multiple of the number of engines, 4,",
         "4 or 8 would do",
     ),
     "num_generations 1": (
@@ -406,7 +406,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: engine_kwargs("m", config(vllm_engine_kwargs={"enable_sleep_mode": True}), torch.float32, None, 1),
         "vllm_engine_kwargs sets",
         "'enable_sleep_mode'",
-        "set vllm_enable_sleep_mode instead",
+        "remove it, and set vllm_enable_sleep_mode",
     ),
     "a loss that doesn't exist": (
         lambda _: config(loss_type="gspo"),
@@ -467,7 +467,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a way of generating that there isn't": (
         lambda _: config(generation_kwargs={"num_beams": 4}),
         "generation_kwargs sets 'num_beams' to 4",
-        "always drawn by vLLM with 1",
+        "always draws completions with 1",
         "remove the entry",
     ),
     "a sampling parameter that vLLM doesn't have": (
@@ -636,7 +636,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
     [
         ({"num_generation": "4"}, "Unknown configuration key `num_generation`. Did you mean `num_generations`?"),
         ({"num_generations": "1"}, "num_generations is 1"),
-        ({"num_generations": "3"}, "make it a multiple of 3 (6 or 9 would do)"),
+        ({"num_generations": "3"}, "make the product a multiple of 3 (6 or 9 would do)"),
         ({"config": "absent.yaml"}, "The recipe 'absent.yaml' doesn't exist"),
         ({"reward_funcs": ""}, "reward_funcs is missing"),
         ({"reward_funcs": "no_such_module:f"}, "module 'no_such_module' can't be imported"),

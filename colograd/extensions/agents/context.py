@@ -74,7 +74,7 @@ class ChatFormat:
             raise BadRequest(f"the chat template of {whose} can't write these messages: {problem}") from None
 
     def encode(self, text: str, behind: int | None = None) -> list[int]:
-        """Tokenise a text that follows the end token ``behind``. Alone, some tokenizers would encode it differently."""
+        """Tokenise a text that follows the end token ``behind``. Without this token, some tokenizers give other ids."""
         encode: Callable[[str], list[int]] = functools.partial(self.tokenizer.encode, add_special_tokens=False)
         if text and behind in self.end_texts:
             before, whole = encode(self.end_texts[behind]), encode(self.end_texts[behind] + text)

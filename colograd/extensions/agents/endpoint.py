@@ -54,7 +54,9 @@ class Endpoint:
             has_bearer = bearer.lower().startswith("bearer ")
             key = bearer[7:].strip() if has_bearer else request.headers.get("x-api-key", "")
             if (session := self.sessions.get(key)) is None:
-                raise BadRequest("no session has this API key: use the one that the program gets.", 401, "no_key")
+                raise BadRequest(
+                    "no session has this API key: use the program's argument api_key or OPENAI_API_KEY.", 401, "no_key"
+                )
             if api != "models":
                 return await self._answer(api, session, request)
             card = {"id": self.api.model, "object": "model", "created": 0, "owned_by": "colograd"}
@@ -88,8 +90,8 @@ class Endpoint:
             of_run = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
             raise BadRequest(
                 f"{name} is {value!r}, but this run samples with {of_run!r}: tokens sampled with other settings would "
-                "bias the update. Leave the parameter out, or set agent_sampling: untrained in the run, which answers "
-                "such requests without training on them.",
+                "bias the update. Leave the parameter out, or set agent_sampling: untrained in the recipe. Then "
+                "the endpoint answers the request, and the run doesn't train on the answer.",
                 code="sampling_settings",
             )
         return call

@@ -76,7 +76,7 @@ class CommandProgram:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], row: Any) -> None:
         if shutil.which(command[0]) is None:
-            raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or correct agent.")
+            raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or change `agent`.")
         self.future: Future[Outcome] = Future()
         with tempfile.TemporaryFile() as file:  # A pipe would block the writer if the command didn't read.
             file.write(json.dumps(row, default=str).encode())
@@ -107,9 +107,9 @@ class CommandProgram:
         self.future.set_result(died if status else Outcome("value", value, seconds))
 
     def _reap(self) -> None:
-        """When the command has ended, kill the rest of its process group.
+        """When the command has ended, kill the other processes of its process group.
 
-        A process that is left may hold the output open, and `_run` would wait for the output's end."""
+        Otherwise a process may keep the output open, and `_run` waits for the output's end."""
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps the process id taken.
             self.stop()

@@ -73,7 +73,7 @@ class ChatAPI:
     Args:
         model: name of the model in responses.
         template: the model's chat template, used to choose parsers.
-        tool_parser, reasoning_parser: names of vLLM's parsers. None means a choice by the template, "" no parser.
+        tool_parser, reasoning_parser: names of vLLM's parsers. None: the template decides. "": no parser.
     """
 
     def __init__(
