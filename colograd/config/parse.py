@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -116,8 +117,9 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
             raise ValueError(f"{flag} sets an entry of a mapping, but {name} isn't a mapping: use --{name}.")
         if any(word.partition("=")[0] == f"--{name}" for word in rest):
             raise ValueError(f"--{name} and {flag} are both given: give one of the two.")
-        present = settings.get(name)  # TRL's recipes may write a mapping as JSON text.
-        present = json.loads(present) if isinstance(present, str) else present
+        present = settings.get(name)
+        with contextlib.suppress(ValueError):
+            present = json.loads(present) if isinstance(present, str) else present  # as TRL's recipes may write it
         if present is not None and not isinstance(present, dict):
             raise ValueError(f"{flag} sets one entry, but {name} is {present!r} in the recipe: write a mapping there.")
         settings[name] = (present or {}) | entries

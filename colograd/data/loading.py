@@ -56,7 +56,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
         # As in TRL: each part gives its first rows, as many as the fractions allow without repeating a row.
-        if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
+        if any(not isinstance(fraction, int | float) or fraction < 0 for fraction in fractions) or not sum(fractions):
             raise ValueError(f"`fraction` is {fractions} in `datasets`: set a positive number per entry, or none.")
         if not all(isinstance(part, Dataset) for part in parts):
             raise ValueError(

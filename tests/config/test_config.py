@@ -310,6 +310,9 @@ def test_an_entry_of_a_mapping_can_be_set_alone(tmp_path: Path) -> None:
     assert made.generation_kwargs == {"stop": 1, "ignore_eos": True}
     _, made, _, _ = parse_arguments(["--vllm_engine_kwargs", '{"max_num_seqs": 3}'])
     assert made.vllm_engine_kwargs == {"max_num_seqs": 3}
+    recipe = write(tmp_path, "generation_kwargs: '{stop'\n")
+    with pytest.raises(ValueError, match="generation_kwargs is '{stop' in the recipe: write a mapping there"):
+        parse_arguments(["--config", recipe, "--generation_kwargs.ignore_eos=true"])
 
 
 @pytest.mark.parametrize(
@@ -614,9 +617,7 @@ def test_generation_kwargs_may_ask_for_what_is_done_anyway() -> None:
     assert [line.split("`")[1] for line in made.notes] == [name for name in given if name != "stop"]
     assert config(generation_kwargs={"do_sample": True}).generation_kwargs is None
     assert config(generation_kwargs={"n": 4}).generation_kwargs == {"n": 4}, "which the engine refuses"
-    with pytest.raises(
-        ValueError, match="generation_kwargs sets 'do_sample' to False, but completions are always drawn"
-    ):
+    with pytest.raises(ValueError, match="sets 'do_sample' to False, but Colograd always samples with do_sample"):
         config(generation_kwargs={"do_sample": False})
 
 

@@ -151,6 +151,8 @@ def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
     assert whole["prompt"][:] == [f"a{i}" for i in range(15)] + [f"b{i}" for i in range(10)]
     with pytest.raises(ValueError, match="set a positive number per entry, or none"):
         load(datasets=[parts[0], {"path": str(tmp_path / "b.jsonl")}])
+    with pytest.raises(ValueError, match="set a positive number per entry, or none"):
+        load(datasets=[parts[0], parts[1] | {"fraction": "2"}])
     with pytest.raises(ValueError, match="a streamed dataset has no length"):
         load(datasets=parts, streaming=True)
     with pytest.raises(ValueError, match="test_split_size is 2, but a streamed mixture"):

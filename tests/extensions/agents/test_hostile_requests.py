@@ -88,6 +88,7 @@ BAD: list[tuple[str, Any]] = [
     (CHAT, {**FINE, "n": 0}),
     (CHAT, {**FINE, "n": -1}),
     (CHAT, {**FINE, "max_tokens": 0}),
+    (CHAT, {**FINE, "max_completion_tokens": 0}),
     (CHAT, {**FINE, "temperature": float("nan")}),
     (CHAT, {**FINE, "temperature": float("inf")}),
     (CHAT, {**FINE, "tools": NESTED}),

@@ -119,9 +119,10 @@ class ChatAPI:
         if n < 1:
             raise BadRequest(f"n is {n}, but `n` must be at least 1.")
         fields = vars(request)  # `getattr` would warn about the deprecated `max_tokens` of a chat request.
-        most = fields.get("max_completion_tokens") or fields.get("max_tokens")
+        limits = [name for name in ("max_completion_tokens", "max_tokens") if fields.get(name) is not None]
+        most = fields[limits[0]] if limits else None
         if most is not None and most < 1:
-            raise BadRequest(f"max_tokens is {most}, but `max_tokens` must be at least 1.")
+            raise BadRequest(f"{limits[0]} is {most}, but `{limits[0]}` must be at least 1.")
         shaping = {
             name: value
             for name, neutral in SHAPING.items()
