@@ -221,7 +221,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Pad one input of several images, such as pixels, to one size, and concatenate. ``tiled``: (1, tiles, ...)."""
+    """Pad inputs of several images, such as pixels, to one size, and join them. ``tiled``: inputs (1, tiles, ...)."""
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad

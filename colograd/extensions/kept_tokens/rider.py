@@ -76,7 +76,7 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Kept tokens of N labels (sampled tokens). They mask logits in tiles of some labels x some vocabulary entries.
+    """Kept tokens of N labels (sampled tokens). From these, `hidden` computes masks for tiles of logits.
 
     Args:
         first: token id of the first vocabulary entry of this rank's output layer.

@@ -169,7 +169,7 @@ def from_adapter(
     """Load a folder's adapter for training. Return the PeftModel, and the paths of its base and its tokenizer."""
     if peft_config is not None:
         raise ValueError(
-            f"{folder!r} holds an adapter, but use_peft or peft_config requests a new one, and a run trains one: "
+            f"{folder!r} holds an adapter, but use_peft or peft_config requests a new one, and a run trains one only: "
             "remove use_peft and peft_config to train the saved adapter, or set model_name_or_path to the base model."
         )
     base = str(saved.get("base_model_name_or_path") or "")

@@ -229,7 +229,7 @@ class OverlappedRound(PlainRound):
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run forward and backward of rows. Return the rows with log-probabilities of second models, if there are any."""
+        """Run forward and backward of rows. Return the rows, with a reference's or teacher's logprobs if any."""
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager
         if learner.second_models:

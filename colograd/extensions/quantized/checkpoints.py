@@ -102,7 +102,7 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "mxfp4":
         raise ValueError(
-            f"{where} has quant_method 'mxfp4', as gpt-oss is published, which Colograd can't train: write a copy "
+            f"{where} has quant_method 'mxfp4', as gpt-oss is published, but Colograd can't train MXFP4: write a copy "
             "in bfloat16 with AutoModelForCausalLM.from_pretrained(NAME, quantization_config="
             'Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(FOLDER, save_original_format=False) and '
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER). Then train the model in FOLDER."

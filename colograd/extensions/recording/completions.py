@@ -275,7 +275,7 @@ def print_table(
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
     """Choose at most ``limit`` rows: one per prompt, then a second one per prompt, and so on.
 
-    ``unique_prompts``: only one per prompt. The rows' order stays."""
+    ``unique_prompts``: only one per prompt. The chosen rows keep their order."""
     counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
     by_turn = sorted((next(counters[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]

@@ -120,7 +120,8 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose ``number`` groups, alternately by spread of rewards and by gap of sampler's and trainer's logprobs."""
+    """Choose ``number`` groups: alternately the one with the largest spread of rewards, and the one with the largest
+    mean difference of sampler's and trainer's log-probabilities."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = []  # per group: mean of |trainer's - sampler's log-probability| over sampled tokens

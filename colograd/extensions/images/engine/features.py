@@ -22,7 +22,7 @@ from ..towers import see_both_ways
 
 
 class ImagePrompts(EngineFeature):
-    """Engine feature for ``most`` images per request (0: no limit). ``whole``: no engine step splits an image."""
+    """Engine feature for up to ``most`` images per request (0: no limit). ``whole``: no engine step splits an image."""
 
     def __init__(self, most: int, on_cpu: bool, whole: bool, processor: Any) -> None:
         self.most, self.on_cpu, self.whole, self.processor = most, on_cpu, whole, processor

@@ -131,7 +131,7 @@ def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
 
 
 def packed_parts(policy: torch.nn.Module, engine: VLLMTensors) -> dict[str, list[PackedWeight]]:
-    """Return a dict from vLLM's layer names to the policy's packed weights, several for a fused layer, in order."""
+    """Return packed weights of the policy by layer name in vLLM. A fused layer has several, in vLLM's order."""
     weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
