@@ -57,7 +57,7 @@ class ImageReader:
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
                 f"{rules.where(row)}: with its images the prompt has {len(made.ids)} tokens, over the "
-                f"limit of {rules.max_prompt_tokens}, though fewer tokens were counted at start: remove this row."
+                f"limit of {rules.max_prompt_tokens}. Fewer were counted at start. Remove this row."
             )
         self._latest[row] = made
         size = 1 if made.media is None else max(1, made.media.nbytes)
@@ -103,7 +103,7 @@ class ImageReader:
         return with_images([*messages], (), where)
 
     def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
-        """Return a row's messages with the images inside, and whether column `images` or `image` has some of them."""
+        """Return a row's messages with the images inside, and whether column `images` or `image` has an image."""
         of_columns = images_of(row, where)
         messages, images = with_images(row["prompt"], of_columns, where)
         waiting = iter(images)
@@ -117,7 +117,7 @@ class ImageReader:
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
-        """Count a prompt's tokens from its images' sizes. Return None if the processor can't count them so."""
+        """Count a prompt's tokens without processing its images. Return None if the processor can't do this."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
@@ -138,8 +138,8 @@ class ImageReader:
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
         """Return each row's number of prompt tokens.
 
-        Most processors can count tokens from images' sizes. To process a row's images may take half a second.
-        As a check, some rows are processed. If a processor can't count, or counts wrongly, all rows are processed.
+        Most processors can compute this number from the images' sizes. A few rows are processed as a check. If the
+        processor can't, or the check fails, all rows are processed, which may take half a second per row.
         """
 
         def processed(row: int) -> int:
@@ -187,7 +187,7 @@ class ImageReader:
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the text's token ids. Raise a ValueError unless ``pictures`` of them are image tokens."""
+        """Return the text's token ids. Raise a ValueError unless the text has ``pictures`` image tokens."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -195,8 +195,8 @@ class ImageReader:
         written = sum(token in own for token in ids)
         if written != pictures:
             raise ValueError(
-                f"there are {written} image token(s) in the text and {pictures} image(s): remove image tokens without "
-                'an image, or write {"type": "image"} parts and give as many images.'
+                f"there are {written} image token(s) in the text and {pictures} image(s): remove image tokens from the "
+                'text, and mark the place of each image with a {"type": "image"} part.'
             )
         return ids
 
@@ -260,7 +260,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return a conversation's messages, and its images. In messages ``{"type": "image"}`` parts mark their places."""
+    """Return a conversation's messages and its images. A part ``{"type": "image"}`` marks the place of an image."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
@@ -297,7 +297,7 @@ def most_images(prompts: Prompts) -> int:
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return a list of one prompt with images, for the check of packed rows at start. A run without images: []."""
+    """Return one prompt with images, as a list, for the check of packed rows at start, or [] without images."""
     if (reader := reader_of(policy)) is None:
         return []
     if most_images(prompts[0]):

@@ -23,8 +23,8 @@ class Images(ModelFeature):
         window = getattr(text, "sliding_window", None)
         if see_both_ways(model_config) and window and tokens > window:
             raise ValueError(
-                f"{kind} has {name} {tokens}, which must be at most its sliding_window, {window}: in vLLM the tokens "
-                "of a larger image don't all see each other. Choose a model of smaller images or a larger window."
+                f"{kind} has {name} {tokens}, more than its sliding_window, {window}: in vLLM the tokens of a larger "
+                "image don't all attend to each other. Choose a model with fewer tokens per image or a larger window."
             )
         given: dict[str, Any] = dict(wanted.config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
         part = int(given.get("long_prefill_token_threshold") or 0)
@@ -53,7 +53,8 @@ class Images(ModelFeature):
         if not takes_images(model.config) or reads_text_alone(model):
             if config.freeze_vision_tower:
                 raise ValueError(
-                    f"freeze_vision_tower is true, but a {type(model).__name__} has no vision tower: set it to false."
+                    f"freeze_vision_tower is true, but a {type(model).__name__} reads no images in this run: set "
+                    "freeze_vision_tower: false."
                 )
             return None
         if config.freeze_vision_tower:
@@ -70,9 +71,9 @@ class Images(ModelFeature):
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
                 f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
-                "Gemma 4's, SmolVLM2's) need torchvision, SmolVLM2's also num2words: install the build that fits torch "
-                "(see docs/guide/images.md). If the folder has no processor, copy the files of the model it was "
-                "trained from."
+                "Gemma 4's, SmolVLM2's) need torchvision, in the build that fits torch (see docs/guide/images.md). "
+                "SmolVLM2's also needs num2words. If the folder has no processor, copy the processor's files from the "
+                "base model."
             ) from None
         if not hasattr(found, "image_processor"):
             raise ValueError(f"{path!r} has a tokenizer, but no image processor: pass a processor as processing_class.")

@@ -67,9 +67,9 @@ class Images(Media):
         return dataclasses.replace(self, places=tuple(tokens + place for place in self.places))
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
-        """Join the images of a prompt and of the tokens behind it.
+        """Join the images of a prompt and of the tokens that follow the prompt.
 
-        `STAND_IN` replaces placeholders in parts without images, where the engine would otherwise insert images.
+        If one of the two has no images, `STAND_IN` replaces its placeholder tokens, so that vLLM puts no image there.
         """
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]

@@ -34,7 +34,7 @@ def see_both_ways(model_config: Any) -> str:
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return ids of media placeholders that transformers reads as padding. In text vLLM reads them as normal tokens."""
+    """Return ids of media placeholders that transformers always embeds as padding, but vLLM embeds normally in text."""
     kinds = ("image", "video", "audio") if getattr(model_config, "model_type", None) == "gemma4" else ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in kinds)
     return tuple(int(token) for token in found if token is not None)
@@ -86,7 +86,7 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Compute the last hidden states (B, L, hidden) of padded rows. ``chains``: indices of each row's segments."""
+    """Compute the last hidden states (B, L, hidden) of padded rows. ``chains``: per row, its segments' indices."""
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -123,7 +123,7 @@ def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Im
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return embeddings of ``ids`` (B, L) with image features, and further arguments of the language model."""
+    """Return embeddings of ``ids`` (B, L) with image features inserted, and keyword arguments of the decoder."""
     embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
     more: dict[str, Any] = {}
     if getattr(decoder, "hidden_size_per_layer_input", None):  # only Gemma 4 has per-layer embeddings
@@ -144,8 +144,8 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
     counts = [len(of.places) for of in times]
     if len(features) != sum(counts):
         raise RuntimeError(
-            f"The tower computes {len(features)} features for images that have {sum(counts)} tokens in their "
-            "prompts: the processor doesn't fit the model. Use the processor that was saved with the model."
+            f"The vision tower computes {len(features)} features for {sum(counts)} image tokens, so the processor "
+            "doesn't fit the model. Use the processor that was saved with the model."
         )
 
     def repeated(values: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 class _Beside(torch.autograd.Function):
-    """Identity of the first tensor. The other tensors get zero gradients, so that their backward runs too."""
+    """Identity of the first tensor. Other inputs get zero gradients, so that the vision tower's backward runs too."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _unseen_picture(config: Any) -> Images:
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute features (image tokens, hidden). Some towers also give features for layers of the language model."""
+    """Return image features (image tokens, hidden), and a list of further features for decoder layers."""
     body = _body(model)
     taken = inspect.signature(body.get_image_features).parameters
     given = {name for of in images for name in of.inputs if name in taken}
@@ -221,7 +221,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Concatenate an image input, such as pixels, padded to one size. ``tiled`` inputs are (1, tiles, ...)."""
+    """Pad inputs of several images, such as pixels, to one size, and join them. ``tiled``: inputs (1, tiles, ...)."""
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad
@@ -281,7 +281,7 @@ class ImageStep(ForwardStep):
         return rows.packed(padded_hidden_states(model, batch, ids, rows.mask, rows.chains))
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Return the attention's name. With images: a dict of the language model's and the tower's names."""
+        """Return the attention function's name. If the model takes images: a dict of names by sub-configuration."""
         if not takes_images(model.config):
             return name
         tower = name
@@ -304,7 +304,7 @@ class ImageStep(ForwardStep):
         }
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether transformers would read a token without an image as an image or as padding."""
+        """Return whether transformers would treat a token that has no image as an image token or as padding."""
         if hidden := hidden_tokens(model.config):
             places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
             places |= {place for image in part.images for place in image.places}

@@ -1,4 +1,4 @@
-"""The tokens that truncated sampling (top_k, top_p, min_p) kept: their record per completion, and a mask of logits."""
+"""Records of the tokens that truncated sampling (top_k, top_p, min_p) kept, and masks of all other tokens' logits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Kept tokens of N labels, to mask tiles of logits. A tile has some labels and some vocabulary entries.
+    """Kept tokens of N labels (sampled tokens). From these, `hidden` computes masks for tiles of logits.
 
     Args:
         first: token id of the first vocabulary entry of this rank's output layer.

@@ -20,7 +20,7 @@ Request = tuple[str, dict[str, Any]]  # Name of a requested method, such as FSDP
 
 
 def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
-    """Return settings for the sharding that the launcher or ``deepspeed`` requests, and a line for the user, or ""."""
+    """Return the settings that replace the launcher's and ``deepspeed``'s requests, and a log line about them or ""."""
     made, settings = requests(config.deepspeed), dict[str, Any]()
     for name, request in made:
         sharding, requested = settings.get("sharding", config.sharding), request["sharding"]
@@ -34,7 +34,7 @@ def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
-    """Return requests of the launcher and of the setting ``deepspeed``. Move the launcher's request to `KEPT`."""
+    """Return the sharding requests of the launcher and of ``deepspeed``. Move the launcher's to the variable `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't supported: launch with `torchrun`, and set sharding."
@@ -84,14 +84,15 @@ def from_deepspeed(source: str | dict[str, Any]) -> Request:
     for section, key in OWN_KEYS.items():
         if config.get(section):
             raise ValueError(
-                f"{origin} has a section {section!r}, but only the setting {key} has an effect: remove it, set {key}."
+                f"{origin} has a section {section!r}, but only the setting {key} has an effect: remove the section, "
+                f"and set {key}."
             )
     if (config.get("fp16") or {}).get("enabled") in (True, "true"):
         raise ValueError(f"{origin} enables fp16, but policies train in bfloat16 or float32: remove the section.")
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if str(stage) not in ("0", "1", "2", "3"):
-        raise ValueError(f"{origin} has the ZeRO stage {stage!r}, but the stage must be 0, 1, 2 or 3: change it.")
+        raise ValueError(f"{origin} has the ZeRO stage {stage!r}: set zero_optimization.stage to 0, 1, 2 or 3.")
     offload = {part: str((zero.get(f"offload_{part}") or {}).get("device", "none")) for part in ("optimizer", "param")}
     for part, device in offload.items():
         if device not in ("none", "cpu"):
@@ -100,7 +101,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Request:
             )
     sharding = STAGES[int(stage)]
     if offload["param"] == "cpu" and sharding != "fsdp":
-        raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it needs stage 3: remove it.")
+        raise ValueError(f"{origin} has offload_param, but ZeRO stage {stage}: set stage: 3, or remove offload_param.")
     settings: dict[str, Any] = {"sharding": sharding}
     if sharding == "fsdp":
         settings["fsdp_offload_params"] = offload["param"] == "cpu"

@@ -44,8 +44,8 @@ def _kernels() -> dict[str, Callable[..., None]]:
 
 
 def apply_liger(config: GRPOConfig, model: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
-    """Put Liger's kernels into a model and the models ``also``. Return a function that undoes the changes of
-    the architecture's Python module."""
+    """Put Liger's kernels into ``model`` and into each model of ``also``. Return a function that restores the
+    architecture's Python module, but not the models."""
     model, device = unwrap(model), config.device
     given: Any = config.liger_kernel_config
     kind = model.config.model_type

@@ -45,8 +45,8 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
             reason = str(error).strip().splitlines()[0]
             if "lora_dropout" in reason:
                 raise ValueError(
-                    f"lora_dropout is {peft_config.lora_dropout}, but peft has no dropout before a LoRA on parameters, "
-                    "as a mixture's experts are: set lora_dropout: 0, or adapt the attention's layers alone."
+                    f"lora_dropout is {peft_config.lora_dropout}, but peft has no dropout for a LoRA on parameters "
+                    "such as a mixture's experts: set lora_dropout: 0, or adapt only the attention's layers."
                 ) from None
             raise ValueError(
                 f"peft can't adapt {type(model).__name__} ({reason}) Set lora_target_modules (the LoraConfig's "
@@ -55,11 +55,11 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def _left_out(model: Any, peft_config: Any) -> list[str]:
-    """Return regular expressions for the names of layers that get no adapter:
+    """Return regular expressions that match the names of layers without an adapter:
 
-    - if the run trains the model on text alone: layers outside the decoder; otherwise: layers of audio towers
-    - if target_modules is all-linear: Linear subclasses with a forward of their own, such as Llama 4's routers
-    - if target_modules has names: modules around a linear layer, which peft can't adapt (in Gemma 4's tower)
+    - layers outside the decoder, if the run trains the model on text alone, else only layers of audio towers
+    - Linear subclasses with a forward of their own (Llama 4's routers), if target_modules is all-linear
+    - modules that wrap a linear layer (in Gemma 4's tower), if target_modules has names: peft can't adapt them
     """
     found, targets = [], peft_config.target_modules
     if reads_text_alone(model):
@@ -149,8 +149,8 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
     if any(layer.module is head for layer in layers):
         raise ValueError(
-            "The LoRA adapts the language-model head, whose logits are computed in tiles from its weight: take it out "
-            "of lora_target_modules (or train the whole head: lora_modules_to_save)."
+            "The LoRA adapts the language-model head, but logits are computed in tiles from the head's weight alone: "
+            "remove the head from lora_target_modules, or train the whole head with lora_modules_to_save."
         )
     tied = bool(getattr(inner.config.get_text_config(), "tie_word_embeddings", False))
     ends = tuple(f"{name}." for name, module in inner.named_modules() if module is head or module is embedding)
@@ -159,18 +159,18 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
     if tied and changed:
         raise ValueError(
             f"The adapter changes {changed[0]}, but embedding and head are one tensor in this model (and in vLLM): "
-            "take it out of lora_target_modules and lora_modules_to_save."
+            "remove both from lora_target_modules and lora_modules_to_save."
         )
 
 
 def from_adapter(
     folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any, has_images: bool
 ) -> tuple[PreTrainedModel, str, str]:
-    """Return the trainable PeftModel of a folder with an adapter_config.json, and the paths of base and tokenizer."""
+    """Load a folder's adapter for training. Return the PeftModel, and the paths of its base and its tokenizer."""
     if peft_config is not None:
         raise ValueError(
-            f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but only one is "
-            "trained: remove use_peft to go on with the saved adapter, or set model_name_or_path to the base model."
+            f"{folder!r} holds an adapter, but use_peft or peft_config requests a new one, and a run trains one only: "
+            "remove use_peft and peft_config to train the saved adapter, or set model_name_or_path to the base model."
         )
     base = str(saved.get("base_model_name_or_path") or "")
     if not base:
@@ -197,7 +197,7 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
     """Make LoRA layers save their input uncast, so that queries, keys and values share one saved tensor.
 
     With peft's cast, autograd would save a float32 copy for each layer. Layers with dropout or DoRA keep the cast.
-    Under autocast each layer saves a copy in autocast's dtype instead.
+    Under autocast no tensor is shared: each layer saves a copy in autocast's dtype.
     """
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)

@@ -57,7 +57,7 @@ class Slot:
 
 
 class AdapterWeights(PlannedSync):
-    """Weight sync that writes a PeftModel's adapter. ``base`` is the frozen base's weight sync, which writes once."""
+    """Weight sync of a PeftModel's adapter. ``base``: weight sync of the frozen base, used for the first write only."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base
@@ -89,7 +89,7 @@ class AdapterWeights(PlannedSync):
 
     def write(self) -> int:
         if not self.engine.adapter_is_active:
-            raise RuntimeError("The engine's LoRA slot has another adapter (after add_lora). Build a new trainer.")
+            raise RuntimeError("The engine's LoRA slot has another adapter, from vLLM's add_lora: build a new trainer.")
         self._write_adapter()
         of_base = 0 if self._has_base else self.base.write()
         self._has_base = True

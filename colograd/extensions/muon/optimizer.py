@@ -29,7 +29,7 @@ def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 class MuonSplit(AdamWSplit):
     """Optimizer that runs torch's Muon on ``matrices``, and `AdamWSplit` on all other parameters. The state of a
-    bfloat16 matrix has 6 bytes per element: a float32 momentum, and the 16 bits that make the weight float32."""
+    bfloat16 matrix has 6 bytes per element: a float32 momentum, and a 16-bit remainder of the float32 weight."""
 
     def __init__(
         self, params: Iterable[Any], matrices: Collection[torch.Tensor], momentum: float = 0.95, **given: Any

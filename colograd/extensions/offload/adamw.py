@@ -1,4 +1,4 @@
-"""AdamW that reads its state or gradients from the host, and moves of optimizer state to the host during sampling."""
+"""AdamW with its state or gradients in host memory, and an offload of optimizer state to the host during sampling."""
 
 from __future__ import annotations
 

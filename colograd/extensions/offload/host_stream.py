@@ -32,7 +32,7 @@ class Job(NamedTuple):
 def device_bytes(nbytes: int, itemsize: int = 10) -> int:
     """Return the maximum bytes of the device buffers for jobs on ``nbytes`` in host memory.
 
-    ``itemsize``: bytes per element. A parameter's element has at most 10 bytes of optimizer state."""
+    ``itemsize``: bytes per element. The default is AdamW's state of one element of a bfloat16 parameter."""
     return min(nbytes, BUFFERS * ELEMENTS * itemsize)
 
 
@@ -149,9 +149,9 @@ class HostSums:
         self.let_go(LIMIT)
 
     def let_go(self, most: int = 0) -> None:
-        """Drop the oldest gradients until at most ``most`` bytes of gradients are held.
+        """Drop references to the oldest gradients until at most ``most`` bytes of gradients are left.
 
-        The current stream waits for their transfers, so that their memory isn't reused too early."""
+        The current stream waits until dropped gradients are added, so that their memory isn't reused too early."""
         while sum(tensor.nbytes for _, tensor in self._on_way) > most:
             self._on_way.popleft()[0].wait(self._stream.torch.current_stream())
 

@@ -62,7 +62,7 @@ class LayerInputs(HostStream):
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return host memory of ``nbytes`` or more and the event of its last copy. Release memory that is too small."""
+        """Return host memory of at least ``nbytes``, and the event of its last copy if any. Release smaller blocks."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -98,7 +98,7 @@ class _Input:
             self.come = self.owner.copy(flat, self.place, self.owner.filling, self.sent)
 
     def __del__(self) -> None:
-        """Give the host memory back. The event makes its next user wait for the queued copies."""
+        """Make the host memory reusable. Its next user waits for the event of its last copy."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
             last.wait(self.stream)
             self.owner.free.append((self.whole_place, last))

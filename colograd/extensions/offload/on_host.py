@@ -1,7 +1,7 @@
 """Sharding strategies for `offload_gradients`: gradient sums in host memory, equal to device sums bit for bit.
 
-The optimizer multiplies each piece of a gradient by the clipping factor, so that clipping doesn't write to host
-memory."""
+Clipping doesn't write to host memory: the optimizer multiplies gradients by the clipping factor after it has copied
+them to the device."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class WholeOnHost(AddedInBackward, WholeCopies):
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
-    """Strategies that keep on the host, per bucket, this rank's part of the gradients summed over all ranks."""
+    """Base of strategies that keep this rank's part of each gradient bucket, summed over ranks, on the host."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -117,9 +117,9 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):
-    """Adds gradients of this rank on the host, and sums them over ranks once per step.
+    """Strategy that adds this rank's gradients on the host, and sums them over ranks once per step.
 
-    This rank's part of the sum over ranks then overwrites its range of the local sums, to save host memory."""
+    To save host memory, this rank's part of the sum over ranks overwrites the same elements of the local sum."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)

@@ -35,7 +35,7 @@ LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=o
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Offloading settings, their memory plan, and the bytes over the bus of a step that trains a whole generation."""
+    """Offloading settings, their memory plan, and the bytes copied over PCIe to train a generation's completions."""
 
     name: str
     run: RunDescription
@@ -61,10 +61,10 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Return a step's bytes over the bus (to the GPU, to the host), with micro-batches of ``tokens``.
+    """Return a step's bytes over the bus (to the GPU, to the host). ``tokens``: tokens of a micro-batch.
 
-    Gradients go to the host in each micro-batch. Their sums come to the GPU from the second micro-batch on, once for
-    the norm, and once for the optimizer. The last `KEPT` layer inputs stay on the GPU."""
+    Each micro-batch copies gradients to the host. Gradient sums are copied to the GPU by each micro-batch except the
+    first, once for the norm, and once for the optimizer. The last `KEPT` layer inputs stay on the GPU."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
     own = max(1, -(-tokens // run.ranks_per_sequence))  # tokens of a micro-batch on this rank
@@ -77,9 +77,10 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return the settings to change so that the run fits with the fewest seconds of copies over the bus.
+    """Return changes of ``run``'s fields so that the run fits, with the fewest seconds of copies over PCIe.
 
-    {}: the run fits without changes, or no change helps. ``host``: available bytes of host memory."""
+    Return {} if the run fits unchanged or no changes help, and for FSDP and tensor parallelism. ``host``: available
+    bytes of host memory."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 

@@ -142,7 +142,7 @@ class FinishedGroups:
         return taken
 
     def _take(self, free: dict[int, dict[int, int]], budget: int, shares: int) -> list[ScoredGroup]:
-        """Take groups of ``free`` (owner's rank -> group's index -> tokens), each owner's largest first.
+        """Take groups of ``free`` (owner's rank -> group's index -> tokens). Try an owner's largest groups first.
 
         The taken tokens have two limits: ``budget``, and 1 / ``shares`` of the tokens of the owner with most tokens.
         With ``shares`` 0 only ``budget`` limits them. The first taken group may exceed both limits."""

@@ -64,7 +64,7 @@ class EarlyRows:
     trained: bool = False  # Whether the rows' gradients are already computed.
 
     def add(self, groups: Sequence[ScoredGroup], rules: PackingRules) -> Sequence[PackedRow]:
-        """Pack groups and return their rows. The caller may change the rows, and then adds them to `rows`."""
+        """Add groups, and return their packed rows. The caller must add these rows, or changed copies, to `rows`."""
         self.groups += groups
         self.batches.append(tuple(scored.group.position for scored in groups))
         return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
@@ -85,7 +85,7 @@ def first_rows(
     Args:
         groups: groups to train that this rank sampled.
         early: rows that this rank has already trained.
-        recorded: positions of the groups in all ranks' first rows, as an earlier process trained this step.
+        recorded: positions of the groups that all ranks' first rows had when an earlier process trained this step.
     """
     if rules.ranks_per_row > 1 or rules.equal_counts:
         recorded = None
@@ -144,7 +144,7 @@ def note(trainer: Any) -> str:
 
 
 def overlapped_round(trainer: Any) -> OverlappedRound | None:
-    """Return an `OverlappedRound` if this run trains groups early, or may repeat such training. A collective."""
+    """Return an `OverlappedRound` if this run trains groups early or may replay early training. All ranks must call."""
     args, journal = trainer.args, trainer.journal
     if args.dynamic_sampling:
         return None
@@ -229,7 +229,7 @@ class OverlappedRound(PlainRound):
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run forward and backward of packed rows. Return them, with log-probabilities of any reference or teacher."""
+        """Run forward and backward of rows. Return the rows, with a reference's or teacher's logprobs if any."""
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager
         if learner.second_models:

@@ -102,10 +102,10 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "mxfp4":
         raise ValueError(
-            f"{where} has quant_method 'mxfp4', as gpt-oss is published, but such weights aren't trained: write a copy "
-            "in bfloat16, with AutoModelForCausalLM.from_pretrained(NAME, quantization_config="
-            'Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(FOLDER, save_original_format=False), and '
-            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), and name its folder."
+            f"{where} has quant_method 'mxfp4', as gpt-oss is published, but Colograd can't train MXFP4: write a copy "
+            "in bfloat16 with AutoModelForCausalLM.from_pretrained(NAME, quantization_config="
+            'Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(FOLDER, save_original_format=False) and '
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER). Then train the model in FOLDER."
         )
     if method != METHOD:
         raise ValueError(
@@ -121,7 +121,7 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
 
 
 def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """Return arguments of `from_pretrained`. Without ``settings`` the checkpoint's own quantisation holds."""
+    """Return arguments of `from_pretrained`. ``settings`` None: keep the quantisation of the checkpoint's weights."""
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}

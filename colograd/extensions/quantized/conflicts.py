@@ -1,4 +1,4 @@
-"""Settings of quantised base models that can't be combined."""
+"""Conflict of the settings `load_in_8bit` and `load_in_4bit`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class PackedWeight:
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a dequantised copy of the weight (out, in), by default in the dtype of products (8 bits: float32)."""
+        """Return the dequantised weight (out, in). Default dtype: float32 for 8 bits, the compute dtype for 4 bits."""
         weight, state = self.layer.weight, self.state
         if state is None:
             return (weight.detach() * self._row_scales[:, None]).to(dtype or torch.float32)
@@ -139,7 +139,7 @@ def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return the weights of a model on the meta device that transformers would quantise, and their packed bytes."""
+    """Return a dict from weights that transformers would quantise to their packed bytes. ``model``: on meta device."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 

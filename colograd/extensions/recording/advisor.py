@@ -279,7 +279,7 @@ class Advisor:
         self._last_finding: dict[str, int] = {}  # rule whose alarm lasts -> latest step known with its problem
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Read a run's events up to step ``last``, so that the resumed run doesn't repeat alarms that last."""
+        """Read a run's events up to step ``last``, so that the resumed run doesn't repeat alarms that haven't ended."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:

@@ -46,7 +46,7 @@ class CompletionLog:
             self._uploads = CommitScheduler(folder_path=folder, every=UPLOAD_MINUTES, **hub)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Keep the completions' texts that rewards read. Decoding them again would be the slowest part of logging."""
+        """Keep the texts that were decoded for rewards. Decoding them again would be the slowest part of logging."""
         self._texts |= {group.position: as_utf8(of_group) for group, of_group in zip(groups, texts, strict=True)}
 
     def add(

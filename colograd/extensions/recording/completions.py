@@ -86,14 +86,14 @@ def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
 def column_names(
     reward_names: Sequence[str], extra: Sequence[str], images: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return the column names of rewards, and of extra values that rewards logged. Taken names get a prefix."""
+    """Return the column names of rewards, and of extra values that rewards logged. Duplicate names get a prefix."""
     taken = (*FIXED, IMAGES, SIZES) if images else FIXED
     rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
     return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: bool = False) -> dict[str, list[Any]]:
-    """Return column -> its values, one per row. Thumbnails are left out, and completions are UTF-8 bytes."""
+    """Return a dict from column names to values, one per row, without thumbnails. Completions are UTF-8 bytes."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     found["prompt"] = _storable(found["prompt"], functools.partial(json.dumps, default=str))
     if images:
@@ -273,7 +273,9 @@ def print_table(
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
-    """Choose at most ``limit`` rows: each prompt's first before any second. ``unique_prompts``: no second ones."""
+    """Choose at most ``limit`` rows: one per prompt, then a second one per prompt, and so on.
+
+    ``unique_prompts``: only one per prompt. The chosen rows keep their order."""
     counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
     by_turn = sorted((next(counters[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]

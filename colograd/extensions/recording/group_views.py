@@ -1,4 +1,4 @@
-"""Converts scored groups (prompts' completions with rewards) into rows of the completions log, and for the report."""
+"""Converts scored groups (prompts' completions with rewards) into data of the completions log and of the report."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Choose groups in turn by largest spread of rewards and largest gap of sampler's and trainer's logprobs."""
+    """Choose ``number`` groups: alternately the one with the largest spread of rewards, and the one with the largest
+    mean difference of sampler's and trainer's log-probabilities."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = []  # per group: mean of |trainer's - sampler's log-probability| over sampled tokens

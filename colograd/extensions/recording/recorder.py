@@ -290,7 +290,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
-    """Return a group's row in event "groups". `Recorder.sampled` may drop its last value, the prompt's text."""
+    """Return a group's row for the event "groups". `Recorder.sampled` may remove the last value, the prompt's text."""
     group, totals, size = scored.group, combine(scored.rewards.clone()), len(scored.group.rollouts)
     truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)

@@ -31,7 +31,7 @@ class Timeline:
             self._looks.append((time.perf_counter() - self._began, load))
 
     def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
-        """Record a call of a reward or a tool, or training before all is sampled. Any thread may call this method.
+        """Record a call of a reward or a tool, or training while other ranks sample. Any thread may call this.
 
         ``count``: number of completions that the reward judged, or of tokens trained.
         """
@@ -68,7 +68,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the time in seconds after which fewer than half of the largest number of sequences ran."""
+    """Return the time in seconds after which the number of running sequences stayed below half of its maximum."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None

@@ -160,12 +160,12 @@ REFUSED = {
         "peft saves only",
         "freeze it",
     ),
-    "the head": (lambda f: adapted(f, target_modules=["lm_head"]), "head", "in tiles", "take it out"),
+    "the head": (lambda f: adapted(f, target_modules=["lm_head"]), "head", "in tiles", "remove the head"),
     "tied embeddings": (
         lambda f: adapted(f, target_modules=["embed_tokens"]),
         "model.embed_tokens",
         "one tensor",
-        "take it out",
+        "remove both",
     ),
     "a tied head that is trained whole": (
         lambda f: adapted(f, modules_to_save=["lm_head"]),
@@ -247,7 +247,7 @@ def test_a_folder_with_an_adapter_alone_is_its_base_with_that_adapter(tiny_model
         assert ours.lora_a.requires_grad and ours.lora_b.requires_grad
     trainable = {name for name, p in found.model.named_parameters() if p.requires_grad}
     assert all("lora_" in name for name in trainable)
-    with pytest.raises(ValueError, match=r"holds an adapter and a new one is asked for.*remove use_peft"):
+    with pytest.raises(ValueError, match=r"holds an adapter, but use_peft .* requests a new one.*remove use_peft"):
         load_policy(folder, None, tiny.config(tmp_path), peft.LoraConfig())
 
 

@@ -1,6 +1,7 @@
-"""Attention in both directions among an image's tokens, for vLLM on CPUs, whose own attention is causal.
+"""Bidirectional attention among an image's tokens for vLLM's CPU backend, where attention is otherwise causal.
 
-Image tokens are computed a second time: each image is a request that ends with the image and has no causal mask.
+After the causal attention of all tokens, a bidirectional layer computes image tokens again, without causal mask. For
+this, each image is passed as a request of its own, which ends with the image.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..towers import see_both_ways
 
 @dataclasses.dataclass
 class Pictures:
-    """An engine step's image tokens, and metadata for attention in which each image is a request."""
+    """Image tokens of an engine step, and vLLM's attention metadata, in which each image is a request of its own."""
 
     tokens: torch.Tensor  # [n], indices of the image tokens among the step's tokens
     metadata: cpu_attn.CPUAttentionMetadata
@@ -27,7 +28,7 @@ class Pictures:
 
 
 class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
-    """Builder of vLLM's attention metadata with an attribute ``pictures``: None for a step without image tokens."""
+    """Builder of attention metadata with an attribute ``pictures``: a `Pictures`, or None without image tokens."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata, step = super().build(common_prefix_len, common_attn_metadata, fast_build), common_attn_metadata
@@ -65,7 +66,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
 
 
 class Attention(cpu_attn.CPUAttentionBackendImpl):
-    """vLLM's attention on CPUs. Layers that attend both ways compute image tokens a second time."""
+    """vLLM's CPU attention that computes image tokens again, without causal mask, in bidirectional layers."""
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *more: Any,

@@ -1,4 +1,4 @@
-"""Prompts with images for vLLM. vLLM's processor replaces an image's only placeholder token by image tokens."""
+"""Prompts with images for vLLM. They have one placeholder token per image, which vLLM expands to image tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..towers import see_both_ways
 
 
 class ImagePrompts(EngineFeature):
-    """Images in requests, at most ``most`` (0: any number). With ``whole`` no engine step may split an image."""
+    """Engine feature for up to ``most`` images per request (0: no limit). ``whole``: no engine step splits an image."""
 
     def __init__(self, most: int, on_cpu: bool, whole: bool, processor: Any) -> None:
         self.most, self.on_cpu, self.whole, self.processor = most, on_cpu, whole, processor
@@ -51,8 +51,8 @@ class ImagePrompts(EngineFeature):
                 from vllm import __version__
 
                 raise RuntimeError(
-                    f"This model's image tokens see each other both ways, but vLLM {__version__} on a CPU doesn't pass "
-                    "the positions of image tokens to its attention: install vLLM 0.31, or train the model on a GPU."
+                    f"This model has bidirectional attention within an image, but vLLM {__version__} on a CPU doesn't "
+                    "support it: install vLLM 0.31, or train the model on a GPU."
                 )
         _check_same_processor(model_config, self.processor)
 
@@ -110,7 +110,7 @@ def find_gemma3() -> None:
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """Return a prompt for vLLM. Placeholder tokens without an image, which `STAND_IN` had replaced, are put back."""
+    """Return a prompt for vLLM. If `STAND_IN` replaces placeholders, expand the images and restore the placeholders."""
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
@@ -134,9 +134,9 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
     token = asked.ids[asked.images.places[0]]
     raise RuntimeError(
         f"vLLM read {len(found)} prompt tokens ({list(found).count(token)} image tokens), but the "
-        f"trainer's row has {len(asked.ids)} tokens with {len(asked.images.places)} image tokens: their processors "
-        "disagree about the images, and what is trained wouldn't be what was sampled. Use the processor that was saved "
-        "with the model, and versions of vLLM and transformers that belong together."
+        f"trainer's row has {len(asked.ids)} tokens with {len(asked.images.places)} image tokens. The completion would "
+        "be trained with another prompt than it was sampled with. Use the processor that was saved with the model, and "
+        "the version of transformers that fits vLLM."
     )
 
 
@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def whole_of_known_features() -> None:
-    """Patch vLLM's scheduler: despite disable_chunked_mm_input it splits images whose features are cached."""
+    """Patch vLLM's scheduler to obey disable_chunked_mm_input also for images whose features are cached."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)

@@ -1,7 +1,7 @@
 """Record of the tokens that top-k, top-p and min-p kept for each sampled token.
 
-vLLM's Model Runner V2 returns the kept tokens (``return_sampling_mask``) if every request has a top_k. With Model
-Runner V1 they are read from the sampler's log-probabilities, and passed on in V2's form.
+vLLM's Model Runner V2 returns the kept tokens (``return_sampling_mask``). Model Runner V1 doesn't, so this module reads
+the kept tokens from V1's log-probabilities, and adds them to V1's output in V2's format.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class KeptTokensRecord(EngineFeature):
         self.on_v2 = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
         if not accepted(TELLS_KEPT):
             raise RuntimeError(
-                f"{truncates}, which needs vLLM 0.31: install it, or set vllm_importance_sampling_correction: false."
+                f"{truncates}, but only vLLM 0.31 and later report the kept tokens: install vLLM 0.31, or set "
+                "vllm_importance_sampling_correction: false."
             )
         return {TELLS_KEPT: True} if self.on_v2 else {}
 

@@ -57,7 +57,7 @@ class ServedLayers(EngineFeature):
         return [part for parts in self.numbers.values() for part in parts]
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Count layers that have made no product so far. Layers with a weight in ``but`` don't count."""
+        """Return the number of layers that have made no product so far. Layers with a weight in ``but`` don't count."""
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
@@ -66,7 +66,7 @@ class ServedLayers(EngineFeature):
 
     @property
     def digest(self) -> str:
-        """Hash of the layers' names and numbers. Compiled code contains the numbers."""
+        """Hash of the layers' names and numbers, for vLLM's compile cache: compiled code contains the numbers."""
         return hashlib.sha256(repr(self.reserved).encode()).hexdigest()
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> int:
@@ -131,7 +131,7 @@ def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
 
 
 def packed_parts(policy: torch.nn.Module, engine: VLLMTensors) -> dict[str, list[PackedWeight]]:
-    """Return the policy's packed weights by a layer's name in vLLM. A fused layer has its weights in vLLM's order."""
+    """Return packed weights of the policy by layer name in vLLM. A fused layer has several, in vLLM's order."""
     weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
