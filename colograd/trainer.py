@@ -245,7 +245,7 @@ class GRPOTrainer(TrainerBase):
     @ends_together("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train like `transformers.Trainer.train`. Ctrl-C or a signal in `stop_signals` saves a checkpoint if possible,
-        and ends the training. If the checkpoint has the run's last step, nothing is trained.
+        and ends the training. Resuming from the run's last step trains nothing.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder. ``"auto"`` resumes from the run's last complete checkpoint,
@@ -279,7 +279,7 @@ class GRPOTrainer(TrainerBase):
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of an optimizer step. Return the loss of all ranks' micro-batches as a scalar."""
+        """Run a step's forward and backward. Return the loss of all ranks' micro-batches, a scalar tensor."""
         return torch.tensor(self.learner.train(inputs), device=self.args.device)
 
     def publish(self) -> None:
