@@ -217,7 +217,7 @@ def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
 def choose_kernels(learner: Learner, closing: ExitStack) -> None:
     """Install fused kernels and compile layers, in the policy and in second models whose `of_policy` is true.
 
-    A collective. A hook ``kernels(config)`` returns None or a function. This function(policy, second models) installs
+    A collective. A hook ``kernels(config)`` returns None or ``install``. ``install(policy, second models)`` installs
     kernels, and returns a function that removes them. A hook ``uncompiled(model)`` excludes layers from compilation."""
     args, model = learner.config, learner.model
     models = (second.model for second in learner.second_models.values() if second.of_policy)
