@@ -237,7 +237,7 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
 
 
 def prove_rows(learner: Learner, prompts: Sequence[ModelInput]) -> None:
-    """Compare log-probabilities of packed rows with transformers' forward. If they differ, choose padded rows.
+    """Compare log-probabilities of packed rows and of transformers' own forward. If they differ, choose padded rows.
 
     A collective call."""
     args, device, seconds = learner.config, learner.config.device, learner.second_models.values()

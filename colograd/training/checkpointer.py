@@ -140,7 +140,7 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """At a stop signal, save a checkpoint if possible and stop the body. Then wait for unfinished saves."""
+        """Stop the body at a stop signal, after a checkpoint if possible. When the body ends, wait for the saves."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]

@@ -65,7 +65,7 @@ def step_batch(
     Args:
         statistics: statistics of this rank's groups.
         tell: function that gets the joined statistics of all ranks.
-        groups: the groups to pack, by default those of ``step`` that ``rules`` don't skip.
+        groups: the groups to pack, by default ``step.kept`` without the groups that ``rules`` skip.
     """
     with times.phase("pack"):
         moved = 0

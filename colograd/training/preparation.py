@@ -57,8 +57,8 @@ class PreparedRun:
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
     """Check the arguments, load the policy, tokenise the prompts. A collective call.
 
-    Hooks: ``trainer_arguments(arguments, config)`` returns None. ``loaded_policy(policy, config, samples)`` returns the
-    policy. ``without_rewards(config)`` returns whether the run needs no reward function."""
+    Hooks: ``trainer_arguments(arguments, config)`` may change the config. ``loaded_policy(policy, config, samples)``
+    returns the policy. ``without_rewards(config)`` returns whether the run needs no reward function."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
@@ -227,7 +227,7 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return an object that reads e.g. images from dataset rows (made by a hook ``prompt_reader``), or None."""
+    """Return the object of a hook ``prompt_reader`` that reads e.g. images from dataset rows, or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 

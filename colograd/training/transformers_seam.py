@@ -110,7 +110,7 @@ class SeamTrainer(Trainer):
         return Checkpointer(self)
 
     def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        """Find the checkpoint to resume from. If the run has no step left after it, load it.
+        """Find the checkpoint to resume from, and load it if the run has no step left.
 
         transformers would train one more step from such a checkpoint.
 
@@ -346,7 +346,7 @@ class SeamTrainer(Trainer):
         dataset_name: str | Sequence[str] | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Write the model card (README.md), by the functions of the hook ``model_card``.
+        """Call the hook ``model_card``, which writes the model card (README.md).
 
         Args:
             model_name: name of the model, by default the output directory's name.

@@ -18,7 +18,7 @@ OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Parse JSON, and `clean` it. Raise ValueError for invalid JSON, and with ``finite`` for NaN or infinity."""
+    """Parse JSON and apply `clean`. Raise ValueError for invalid JSON, and with ``finite`` for NaN or infinity."""
     try:
         return clean(json.loads(text), finite)
     except RecursionError:

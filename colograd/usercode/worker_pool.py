@@ -36,7 +36,7 @@ DROP_SECONDS = 1.0  # Seconds that a cancelled call may hold up other calls. The
 
 
 class WorkerCall(Future[Outcome]):
-    """A queued or running call. ``state``: (key, pickled trainer state), sent if the worker has another key."""
+    """A queued or running call. ``state``: (key, pickled trainer state), sent if the worker's state has another key."""
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Worker:
     def run(self, call: WorkerCall, timeout: float | None, is_idle: Callable[[], bool]) -> Outcome:
         """Run a call and wait for its outcome. Kill the worker if the call exceeds ``timeout``.
 
-        Also kill it `DROP_SECONDS` after the call was cancelled, if ``is_idle()`` is False because other calls wait."""
+        Also kill the worker `DROP_SECONDS` after the call is cancelled, if other calls wait (``not is_idle()``)."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None

@@ -300,7 +300,7 @@ def _chunks(target: torch.Tensor, sizes: Sequence[int], place: int, ranks: int, 
 
 
 def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> tuple[list[int], list[int]]:
-    """Return two lists with a number per fused part: rows on one rank, and ranks that hold the same rows."""
+    """Return two lists by fused part: a rank's number of rows, and the number of ranks with the same rows."""
     rows = [part.shape[0] // ranks for part in parts]
     first, others = rows[0], sum(rows[1:])
     times = (target.shape[0] - first) // others if others else 1

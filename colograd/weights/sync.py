@@ -206,7 +206,7 @@ def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Tied
-    parameters share a tensor. Otherwise no storage is shared: `save_pretrained` would clone tensors that share it."""
+    parameters share a tensor. Other tensors share no storage: `save_pretrained` would clone tensors that share one."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
     queued = False
