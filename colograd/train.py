@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one training and return the exit status. Bad input without `verbose` prints one line and returns 2."""
+    """Run one training and return the exit status: 2 for bad input, which `start` has printed in one line."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         from colograd.config.parse import flags_help
@@ -103,7 +103,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def dataset_names(script: ScriptArguments) -> list[str]:
-    """Return the recipe's dataset names, and GSM8K's Hub id if the recipe uses `colograd.rewards.gsm8k`'s defaults."""
+    """Return the recipe's dataset names. For `colograd.rewards.gsm8k` without `dataset_kwargs`, add GSM8K's Hub id."""
     from colograd.rewards import gsm8k
 
     parts = script.datasets if isinstance(script.datasets, list) else []
@@ -134,12 +134,12 @@ def make_trainer(
 
         if not evaluates:
             raise ValueError(
-                f"exams is {script.exams}, but nothing is evaluated: set eval_strategy and eval_steps or eval_on_start."
+                f"exams is {script.exams}, but nothing is evaluated: set eval_strategy: steps, or eval_on_start: true."
             )
         (names_of,) = registry.hooks("benchmark_names")
         names, test = names_of(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
-            raise ValueError(f"dataset_test_split is {test!r}, the name of a benchmark in `exams`: rename the split.")
+            raise ValueError(f"dataset_test_split is {test!r}, a benchmark in `exams`: rename the dataset's split.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",

@@ -70,7 +70,7 @@ class GRPOTrainer(TrainerBase):
         reward_processing_classes: the reward models' tokenizers, one per reward function. None loads each tokenizer.
         callbacks: as in `transformers.Trainer`.
         optimizers: an optimizer and a schedule, as in `transformers.Trainer`.
-        quantization_config: a `transformers.BitsAndBytesConfig` for the model below an adapter.
+        quantization_config: a `transformers.BitsAndBytesConfig` for the frozen base of a LoRA adapter.
         peft_config: a `peft.LoraConfig`. If it is set, the adapter is trained instead of the whole model.
         tools: functions that the model may call while it generates (see docs/guide/tools.md).
         rollout_func: a function ``f(prompts, trainer) -> dict`` that makes the completions of all prompts.
@@ -192,17 +192,18 @@ class GRPOTrainer(TrainerBase):
         return self.sampler.begin_scoring([group]).result()
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Convert one group's rewards [G, R] to advantages: [G], or [sum of lengths] with one per completion token.
-        With `scale_rewards` batch or batch_centered, or `multi_objective_aggregation: normalize_then_sum`, the trainer
-        later divides advantages by a standard deviation over the step. A rollout source may change
-        a group's advantages."""
+        """Convert one group's rewards [G, R] to advantages: [G], or a flat tensor with one per completion token.
+
+        Rewards of an agent's single answers give advantages per token. With `scale_rewards` batch or batch_centered,
+        or `multi_objective_aggregation: normalize_then_sum`, the trainer later divides all advantages by a standard
+        deviation over the optimizer step."""
         advantages = self.estimator.of_group(rewards)
         if (add := self.feature.add_advantages) is None:
             return advantages
         return add(advantages, group, self.estimator, {reward.name: reward.weight for reward in self.rewards})
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
-        """Compute a micro-batch's metrics and loss. The loss is a sum over tokens, without the step's denominator."""
+        """Compute a micro-batch's metrics and its loss summed over tokens. The trainer later divides the gradients."""
         entropy_gradient = self.loss.entropy_bonus and micro_batch.step_constants.coefficient != 0
         forward = PolicyForward(model, self.args.temperature, entropy_gradient, self.learner.forward_steps)
         logprobs, entropy, values = forward(micro_batch)
@@ -211,7 +212,7 @@ class GRPOTrainer(TrainerBase):
 
     @property
     def replaced(self) -> frozenset[str]:
-        """The methods in `STAGES` that a subclass overrides, or that a function assigned to this object replaces."""
+        """Names of the methods in `STAGES` that a subclass overrides or that the user has assigned to this object."""
         own = {name: getattr(getattr(self, name), "__func__", None) for name in STAGES}
         return frozenset(name for name, function in own.items() if function is not getattr(GRPOTrainer, name))
 
@@ -222,11 +223,11 @@ class GRPOTrainer(TrainerBase):
 
     @property
     def evaluating(self) -> bool:
-        """Whether `evaluate` or `predict` calls `generate` and `score` at present, not the training."""
+        """Whether `generate` and `score` are running for `evaluate` or `predict`, not for training."""
         return self.sampler.evaluates
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Sum rewards [G, R] over the R functions, with their weights. Return [G], NaN where all abstained."""
+        """Sum rewards [G, R], weighted by the R functions' weights. Return [G]. NaN: all functions abstained."""
         return weighted_sum(rewards, self.estimator.weights)
 
     def decode(self, group: Group) -> list[str]:
@@ -243,13 +244,12 @@ class GRPOTrainer(TrainerBase):
 
     @ends_together("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train like `transformers.Trainer.train`. Ctrl-C or a signal (`stop_signals`) ends the training, with a
-        checkpoint if possible. If the checkpoint to resume from is of the run's last step, it is loaded
-        and nothing is trained.
+        """Train like `transformers.Trainer.train`. Ctrl-C or a signal in `stop_signals` saves a checkpoint if possible,
+        and ends the training. Resuming from the run's last step trains nothing.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder. ``"auto"`` resumes from the run's last complete checkpoint,
-                if there is one. False starts from the model. None takes the value from the configuration.
+                if there is one. False starts from the model. None: use the setting `resume_from_checkpoint`.
         """
         watchdog.set_limit(self.args.rank_timeout)  # An earlier trainer may have set another `rank_timeout`.
         # A previous call of `train` may have failed in the middle of a step.
@@ -279,7 +279,7 @@ class GRPOTrainer(TrainerBase):
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of an optimizer step. Return the step's loss over all ranks, a () tensor."""
+        """Run a step's forward and backward. Return the loss of all ranks' micro-batches, a scalar tensor."""
         return torch.tensor(self.learner.train(inputs), device=self.args.device)
 
     def publish(self) -> None:

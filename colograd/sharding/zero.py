@@ -1,7 +1,7 @@
-"""ZeRO (arXiv 1910.02054), and `WholeCopies` without sharding. Parameters stay whole in their memory.
+"""Strategies that don't divide the weights: ZeRO (arXiv 1910.02054), and `WholeCopies`, which divides nothing.
 
 With ZeRO on N ranks, a rank's optimizer updates one N-th of every bucket of parameters, in place. An all-gather then
-copies the other ranks' new elements. If the policy shares the engine's memory, the engine has the new weights too."""
+copies the updated elements to all ranks. An engine that shares the policy's memory needs no further copy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Bucket:
-    """Parameters that are exchanged as one flat tensor, padded to one equal part per rank."""
+    """Parameters that ranks exchange as one flat tensor. Zeros pad the tensor so that all ranks have equal parts."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], rank: int, ranks: int, group: Any = None
@@ -88,7 +88,7 @@ class Bucket:
 
     @torch.no_grad()
     def gather(self) -> int:
-        """Write all ranks' updated weights into the parameters. Return the bytes of the all-gather."""
+        """Write all ranks' updated weights into the parameters. Return the number of gathered bytes."""
         flat = self.flat([parameter.data for parameter in self.parameters], self.parameters[0].dtype)
         all_gather(flat, flat[self.begin : self.begin + self.part], group=self.group)
         watchdog.progress()
@@ -101,7 +101,7 @@ class Bucket:
 def buckets_of(
     model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS, group: Any = None
 ) -> list[Bucket]:
-    """Return the trained parameters in buckets of one dtype, in about the order of their gradients in a backward."""
+    """Divide the trained parameters into buckets of one dtype. The last parameters come first, as in a backward."""
     trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
     buckets = []
     for _, same_kind in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
@@ -142,7 +142,7 @@ class WholeCopies(ShardingStrategy):
 
 
 class SharedParts(ShardingStrategy):
-    """Base class of strategies that divide the summed gradient and the optimizer state among the ranks `among`."""
+    """Base class of strategies where the ranks in `among` divide the summed gradient and the optimizer state."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -172,7 +172,7 @@ class SharedParts(ShardingStrategy):
 
 
 class SharedOptimizer(SharedParts):
-    """ZeRO stage 1: ranks divide the optimizer's state. Gradients are whole until the sum after the last backward."""
+    """ZeRO stage 1: ranks divide the optimizer's state. Whole gradients are summed over ranks once per step."""
 
     shared_out, exchanged = "optimizer state", "once per step"
 
@@ -264,7 +264,7 @@ class SharedGradients(SharedOptimizer):
     def backward(self, loss: torch.Tensor) -> None:
         """Run a backward, and sum its gradients over ranks bucket by bucket.
 
-        After a failure this rank takes part in the remaining collectives, with zeros: other ranks wait in them."""
+        If the backward fails, this rank adds zeros to the remaining collectives, because other ranks wait in them."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
@@ -294,7 +294,7 @@ class SharedGradients(SharedOptimizer):
             self._next += 1
 
     def sum_gradients(self) -> None:
-        """Set missing gradient sums to zeros. `backward` has computed the others."""
+        """Set gradient sums to zeros in a step without a backward. Otherwise `backward` has summed all gradients."""
         for bucket in self.buckets:
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)
@@ -305,8 +305,8 @@ class SharedGradients(SharedOptimizer):
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
     """Report an error in the body to the other ranks, except if all ranks of the group ``row`` run out of memory.
 
-    The group's ranks train a row together and do equal work. If all run out of memory at the same operation, none
-    waits for another, and all can try again."""
+    The group's ranks train a row together and do equal work. If all of them run out of memory at the same operation,
+    no rank waits for another, and the step can be repeated."""
     shortage: torch.OutOfMemoryError | None = None
     with telling(what):
         try:
@@ -321,7 +321,7 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
 
 
 class SharedRows(ShardingStrategy):
-    """Mixin for strategies where several ranks train each row together. Another base class must sum the gradients."""
+    """Mixin for strategies where several ranks train each row together. The other base class must sum the gradients."""
 
     meets_in_backward = True
 
@@ -373,7 +373,7 @@ def find_strategy(path: str) -> type[ShardingStrategy]:
     if not (isinstance(way, type) and issubclass(way, ShardingStrategy)):
         raise ValueError(
             f"sharding is {path!r}, which isn't a class derived from colograd.sharding.ShardingStrategy: derive it "
-            "from that class, or from colograd.sharding.zero.WholeCopies to change a part."
+            "from ShardingStrategy, or from colograd.sharding.zero.WholeCopies to override only some methods."
         )
     if missing := sorted(way.__abstractmethods__):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Train the policy on scored groups (`Learner`), and prepare, evaluate and checkpoint a `GRPOTrainer`'s run."""
+"""Prepare a run, train the policy on scored groups (`Learner`), evaluate it, and save checkpoints."""

@@ -88,8 +88,8 @@ class AdamWSplit(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
-        compiled: whether to use one fused kernel per tensor (`fused_step`). None means only on a GPU with Triton,
-            because torch.compile doesn't vectorise int16 on a CPU: it took five times as long as torch's fused AdamW.
+        compiled: whether to use one fused kernel per tensor (`fused_step`). None means only on a GPU with Triton.
+            On a CPU torch.compile doesn't vectorise int16: a step took five times as long as torch's fused AdamW.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class AdamWSplit(torch.optim.Optimizer):
         return torch.empty_like(parameter, dtype=DTYPES[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch's AdamW, with float32 moments and int16 remainders.
+        """Load a state dict of this class or of torch's AdamW. Moments become float32, and remainders int16.
 
-        `torch.optim.Optimizer.load_state_dict` would cast them to the parameter's dtype."""
+        `torch.optim.Optimizer.load_state_dict` would cast both to the parameter's dtype."""
         known = {*self.param_groups[0], "initial_lr"}
         groups = [{k: v for k, v in group.items() if k in known} for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -324,13 +324,14 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
     """Return class and keyword arguments of the optimizer, or None if transformers chooses them.
 
-    A hook ``optimizer`` is a function (args, model) -> None, or (subclass of `AdamWSplit`, more keyword arguments)."""
+    A hook ``optimizer(args, model)`` returns None, or a tuple (subclass of `AdamWSplit`, more keyword arguments)."""
     if args.optim not in KEEPS_MASTER:
         return None
     choices: dict[str, bool | None] = {"": None, "compiled=true": True, "compiled=false": False}
     if (text := (args.optim_args or "").replace(" ", "").lower()) not in choices:
         raise ValueError(
-            f"optim_args is {args.optim_args!r}, but for {args.optim} it must be `compiled=true` or `compiled=false`."
+            f"optim_args is {args.optim_args!r}, but optim is {args.optim}: set optim_args to `compiled=true` or "
+            "`compiled=false`, or remove it."
         )
     compiled = choices[text]
     if args.on_cpu and compiled:

@@ -1,4 +1,4 @@
-"""Build the vLLM engine next to the policy before the first step, and set settings that depend on memory."""
+"""Before the first step, choose settings that depend on memory, and build the vLLM engine next to the policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .preparation import PreparedRun, Prompts, longest_completion, proof_prompts
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts of a run except the policy. Without sampling `engine`, `weights` and `device_turns` are None."""
+    """Objects that `assemble` builds. If nothing is sampled, `engine`, `weights` and `device_turns` are None."""
 
     memory_plan: MemoryPlan
     second_models: SecondModels
@@ -53,7 +53,7 @@ def assemble(
 
     If the run samples (``samples``), also build the engine and the weight sync.
 
-    A hook ``context`` is a function (config, policy, tokens) -> None. It checks the maximum tokens of a sequence."""
+    A hook ``context(config, policy, tokens)`` checks ``tokens``, the maximum of a prompt with its completion."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
@@ -215,11 +215,10 @@ def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
 
 
 def choose_kernels(learner: Learner, closing: ExitStack) -> None:
-    """Install fused kernels and compiled layers in the policy and in second models with `of_policy`. A collective.
+    """Install fused kernels and compile layers, in the policy and in second models whose `of_policy` is true.
 
-    A hook ``kernels`` is a function config -> None or install. ``install`` is a function (policy, second models) ->
-    function that removes the kernels. A hook ``uncompiled`` is a function model -> None that excludes layers from
-    compilation."""
+    A collective. A hook ``kernels(config)`` returns None or ``install``. ``install(policy, second models)`` installs
+    kernels, and returns a function that removes them. A hook ``uncompiled(model)`` excludes layers from compilation."""
     args, model = learner.config, learner.model
     models = (second.model for second in learner.second_models.values() if second.of_policy)
     others = [each for each in models if unwrap(each) is not unwrap(model)]
@@ -238,7 +237,7 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
 
 
 def prove_rows(learner: Learner, prompts: Sequence[ModelInput]) -> None:
-    """Check that packed rows give the model's own log-probabilities. If they don't, choose padded rows.
+    """Compare log-probabilities of packed rows and of transformers' own forward. If they differ, choose padded rows.
 
     A collective call."""
     args, device, seconds = learner.config, learner.config.device, learner.second_models.values()

@@ -1,8 +1,7 @@
 """`Checkpointer`: saves checkpoints during training, finds the checkpoint to resume from, and loads it.
 
 A save in the background copies the tensors into host memory. A thread then writes the copies to the disk (see
-`checkpoint.writing`) while the next steps train. At the end of each step, every rank sends the other ranks whether
-its files are written.
+`checkpoint.writing`) while the next steps train. At the end of each step, the ranks exchange the states of their saves.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PATIENCE = 10.0  # Seconds that a save in the background may take before the nex
 
 
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
-    """Install signal handlers: a stop signal such as SIGTERM ends all ranks at once outside of the training.
+    """Install signal handlers: outside of training, a stop signal (e.g. SIGTERM) ends all ranks at once.
 
     Ctrl-C raises KeyboardInterrupt as usual. ``closing`` removes the handlers."""
     status = args.exit_status_after_stop
@@ -141,7 +140,7 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """End the training at a stop signal, with a checkpoint if possible. At the end, finish all saves."""
+        """Stop the body at a stop signal, after a checkpoint if possible. When the body ends, wait for the saves."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
@@ -174,7 +173,7 @@ class Checkpointer(TrainerCallback):
         stop_signal.received = stop_signal.received or stop
         pending = self.trainer.learner.pending  # Sampled steps to train before a save, as checkpoints have no rollouts.
         if any(cuts) and pending:
-            raise Stopped(f"{stop} in the middle of a round")
+            raise Stopped(f"{stop} interrupted training before the last optimizer step of a round")
         due = self._is_due or control.should_save or bool(stop)
         control.should_save = due and not pending
         self._is_due = due and not control.should_save
@@ -185,10 +184,10 @@ class Checkpointer(TrainerCallback):
 
     def _cut_sampling(self) -> None:
         if self.stop_signal.is_cut:
-            raise Stopped(f"{self.stop_signal.received} while the engine sampled")
+            raise Stopped(f"{self.stop_signal.received} interrupted the sampling")
 
     def _save_after_cut(self) -> None:
-        """Save the last finished step, if it has no checkpoint and a run can resume from it. A collective."""
+        """Save the last finished step, unless it is saved already or no run could resume from it. A collective."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
         saves_no_state = type(trainer.round).save is PlainRound.save  # a cut round's state (if any) is incomplete
@@ -210,7 +209,7 @@ class Checkpointer(TrainerCallback):
             )
 
     def save(self) -> bool:
-        """Save a checkpoint of this step. Return True if it is written, or a thread still writes it. A collective."""
+        """Save a checkpoint of this step. Return whether it is written, or a thread is writing it. A collective."""
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if trainer.learner.pending:
             self._is_due = True
@@ -343,13 +342,13 @@ class Checkpointer(TrainerCallback):
 
     @property
     def write_tensors(self) -> Any:
-        """Function like safetensors' `save_file`: it writes to a file, or in a background save to host memory."""
+        """Function like safetensors' `save_file`. During a background save the function writes to host memory."""
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Buffers in host memory for a background save, by weight name; empty for other saves.
+        """Return a background save's buffers in host memory, by weight name. Other saves have none.
 
-        `write_tensors` doesn't copy a weight that is already in its buffer."""
+        A caller may put a weight into its buffer. Then `write_tensors` doesn't copy the weight again."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:

@@ -60,12 +60,12 @@ def step_batch(
     tell: Callable[[RolloutStatistics], None] | None = None,
     groups: Sequence[ScoredGroup] | None = None,
 ) -> StepBatch:
-    """Balance a step's groups over ranks, pack them, and sum counts over ranks. A collective call.
+    """Balance a step's groups over ranks, and pack them into rows. Compute metrics of all ranks. A collective call.
 
     Args:
         statistics: statistics of this rank's groups.
         tell: function that gets the joined statistics of all ranks.
-        groups: the groups to pack, by default the groups that ``rules`` don't skip.
+        groups: the groups to pack, by default ``step.kept`` without the groups that ``rules`` skip.
     """
     with times.phase("pack"):
         moved = 0
@@ -160,8 +160,8 @@ def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
 class Learner:
     """Packs scored groups into micro-batches, and computes each optimizer step's gradient over all ranks.
 
-    If a rank runs out of memory in a step, all ranks repeat the step with smaller micro-batches. A micro-batch with a
-    single completion can't be smaller, so then the run fails."""
+    If a rank runs out of memory in a step, all ranks repeat the step with smaller micro-batches. If every micro-batch
+    of the step has a single completion already, the run fails."""
 
     hooks: Any  # The `GRPOTrainer`. A subclass may override its `compute_loss`.
     config: GRPOConfig
@@ -183,7 +183,7 @@ class Learner:
         self.forward_steps = tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
-        """Pack a round's groups into optimizer steps. Yield these steps in order, `num_iterations` times in all."""
+        """Pack a round's groups into optimizer steps. Yield the sequence of steps `num_iterations` times."""
         packing = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [self.pack(*each, *packing) for each in zip(sampled.steps, sampled.statistics, strict=True)]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -215,7 +215,7 @@ class Learner:
             yield self.pending.pop(0)
 
     def with_scores(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add values of reference and teacher models to rows, then let loss terms change advantages. A collective."""
+        """Add outputs of reference and teacher models to rows. Then loss terms may change advantages. A collective."""
         phase, autocast = self.events.times.phase, self.hooks.compute_loss_context_manager
         steps = with_second_logprobs(self.second_models, steps, self.config.temperature, phase, autocast)
         for term in self.objective.terms:
@@ -224,7 +224,7 @@ class Learner:
         return steps
 
     def train(self, step: StepBatch) -> float:
-        """Run forward and backward of one optimizer step. Return the step's loss over all ranks."""
+        """Compute one optimizer step's gradient. Return the loss of all ranks' micro-batches."""
         self.model.train()
         while True:
             try:
@@ -272,7 +272,7 @@ class Learner:
         return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
 
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with `StepConstants` on every row. A collective call."""
+        """Add values of the whole step (`StepConstants`) to each row, and return the new step. A collective call."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
@@ -288,9 +288,9 @@ class Learner:
         return lambda row: checked_loss(compute_loss(row), differentiable)
 
     def measure_budget(self) -> None:
-        """Measure the maximum tokens of a micro-batch in the memory that vLLM and the optimizer state leave free.
+        """Measure how many tokens a micro-batch can have in the memory that vLLM and the optimizer state leave free.
 
-        A token budget that the user has set stays."""
+        If the user has set a token budget, measure nothing."""
         if self.rules.max_tokens:
             return
         trainer, config = self.hooks, self.config

@@ -57,8 +57,8 @@ class PreparedRun:
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
     """Check the arguments, load the policy, tokenise the prompts. A collective call.
 
-    Hooks are functions: ``trainer_arguments`` (arguments, config) -> None; ``loaded_policy`` (policy, config, whether
-    the run samples) -> policy; ``without_rewards`` config -> whether the run needs no reward function."""
+    Hooks: ``trainer_arguments(arguments, config)`` may change the config. ``loaded_policy(policy, config, samples)``
+    returns the policy. ``without_rewards(config)`` returns whether the run needs no reward function."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
@@ -136,8 +136,8 @@ def train_prompts_of(
 ) -> Prompts:
     """Tokenise the training dataset.
 
-    A hook ``prompts`` is a function (dataset, rules, config) -> prompts, or None for a dataset of another kind. A hook
-    ``train_prompts`` is a function (prompts, config) -> None that checks or changes prompts."""
+    A hook ``prompts(dataset, rules, config)`` returns prompts, or None if it can't read this kind of dataset. A hook
+    ``train_prompts(prompts, config)`` checks or changes prompts."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     if isinstance(rows, IterableDataset):
@@ -156,8 +156,8 @@ def eval_prompts_of(
 ) -> Any:
     """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
 
-    A hook ``benchmark`` is a function (dataset, policy, config, context) -> dataset, or benchmark with its own
-    `evaluate`. ``context`` is the vLLM engine's maximum tokens of a sequence, None before the engine is built."""
+    A hook ``benchmark(dataset, policy, config, context)`` returns a dataset, or a benchmark with an `evaluate` method.
+    ``context``: maximum tokens of a sequence in the vLLM engine. None: the engine isn't built yet."""
     for replace in registry.hooks("benchmark"):
         dataset = replace(dataset, policy, args, context)
 
@@ -227,7 +227,7 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return an extension's object that reads images and the like from rows (hook ``prompt_reader``), or None."""
+    """Return the object of a hook ``prompt_reader`` that reads e.g. images from dataset rows, or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 

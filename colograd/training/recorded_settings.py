@@ -38,7 +38,7 @@ OF_GROUPS = frozenset(
 def store_of(
     args: GRPOConfig, rewards: Sequence[RewardFunction], feature: SourceFeature, reader: Any = None
 ) -> RolloutStore | None:
-    """Return this rank's rollout log. Only the first rank of a vLLM engine has one."""
+    """Return this rank's rollout log, or None if the log is off or this isn't the first rank of its vLLM engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
     settings = run_settings(args, rewards, feature.digests())

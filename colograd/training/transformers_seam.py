@@ -110,12 +110,12 @@ class SeamTrainer(Trainer):
         return Checkpointer(self)
 
     def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        """Find the checkpoint to resume from. If it is of the run's last step, load it.
+        """Find the checkpoint to resume from, and load it if the run has no step left.
 
         transformers would train one more step from such a checkpoint.
 
         Returns:
-            The checkpoint or None, and the output of a training that has no steps left, else None.
+            (checkpoint or None, output). The output is None if steps are left to train.
         """
         wanted = self.args.resume_from_checkpoint if wanted is None else wanted
         checkpoint = self.checkpointer.find(wanted)
@@ -149,7 +149,7 @@ class SeamTrainer(Trainer):
 
         Returns:
             Metrics: ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
-            ``<prefix>_completions/...`` and more. In a dict of datasets, each has the prefix ``<prefix>_<name>``.
+            ``<prefix>_completions/...`` and more. With a dict of datasets, a dataset's prefix is ``<prefix>_<name>``.
         """
         metrics = self._evaluated(eval_dataset, metric_key_prefix)
         self.log(metrics)
@@ -235,7 +235,7 @@ class SeamTrainer(Trainer):
         self.console.warn_of_all(gather(problem))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log ``logs``. If they have a training loss, add each step metric's mean since the last such log."""
+        """Log metrics. If a training loss is among them, add the mean of each step metric since the last such log."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
             for name in dict.fromkeys(name for entry in self._unlogged for name in entry):
                 values = [entry[name] for entry in self._unlogged if name in entry]
@@ -245,7 +245,7 @@ class SeamTrainer(Trainer):
         super().log(logs, start_time)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing, because `training.assembly.assemble` has moved the model."""
+        """Do nothing, because `training.assembly.assemble` moves the model."""
 
     def compute_loss_context_manager(self) -> Any:
         return self.accelerator.autocast()
@@ -346,7 +346,7 @@ class SeamTrainer(Trainer):
         dataset_name: str | Sequence[str] | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Write the model card (README.md). Extensions do it at the hook ``model_card``.
+        """Call the hook ``model_card``, which writes the model card (README.md).
 
         Args:
             model_name: name of the model, by default the output directory's name.

@@ -1,4 +1,4 @@
-"""Calls of the user's code: their outcomes and time limits, and the file and line of an error."""
+"""Outcomes and time limits of calls of the user's code. Also the file and line of a function or an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -> None:
-    """Call ``tell(started, ended, *further)`` when ``call`` ends. Times are of `time.perf_counter`."""
+    """Call ``tell(started, ended, *further)`` when ``call`` ends. Both times are of `time.perf_counter`."""
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:
@@ -106,7 +106,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Late(BaseException):
-    """Raised in a call that exceeds its time limit. It is no `Exception`, because user code may catch all of these."""
+    """Raised in a call that exceeds its time limit. User code may catch every `Exception`, so this class isn't one."""
 
 
 @contextlib.contextmanager

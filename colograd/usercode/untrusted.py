@@ -1,4 +1,4 @@
-"""Clean texts and JSON of models, tools and programs, so that UTF-8 can encode them. Copy arguments for user code."""
+"""Make texts and JSON of models, tools and programs encodable as UTF-8, and copy arguments for user code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Parse JSON, and replace lone surrogates. Raise ValueError if invalid. ``finite``: also for NaN or infinity."""
+    """Parse JSON and apply `clean`. Raise ValueError for invalid JSON, and with ``finite`` for NaN or infinity."""
     try:
         return clean(json.loads(text), finite)
     except RecursionError:

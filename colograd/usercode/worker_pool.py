@@ -1,4 +1,4 @@
-"""Worker processes that call reward functions and tools while vLLM decodes. Late workers can be killed.
+"""Worker processes that call reward functions and tools while vLLM decodes. They can be killed at a time limit.
 
 cloudpickle sends importable functions by name, and functions of a script or notebook by value. Workers ignore Ctrl-C
 and schedulers' signals (`STOPS`), which all processes of a job get."""
@@ -36,7 +36,7 @@ DROP_SECONDS = 1.0  # Seconds that a cancelled call may hold up other calls. The
 
 
 class WorkerCall(Future[Outcome]):
-    """A queued or running call. ``state`` is (key, pickled trainer state). A worker gets each state once."""
+    """A queued or running call. ``state``: (key, pickled trainer state), sent if the worker's state has another key."""
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class WorkerCall(Future[Outcome]):
     def cancel(self) -> bool:
         """Cancel a call that hasn't begun, and return True. Otherwise return False.
 
-        The worker of a running call may be killed after `DROP_SECONDS`."""
+        A running call goes on. Its worker is killed after `DROP_SECONDS`, as soon as other calls wait."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -95,7 +95,7 @@ class Worker:
     def run(self, call: WorkerCall, timeout: float | None, is_idle: Callable[[], bool]) -> Outcome:
         """Run a call and wait for its outcome. Kill the worker if the call exceeds ``timeout``.
 
-        Also kill it if the call was cancelled and ``is_idle()`` is False, i.e. other calls wait (`DROP_SECONDS`)."""
+        Also kill the worker `DROP_SECONDS` after the call is cancelled, if other calls wait (``not is_idle()``)."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
@@ -119,7 +119,7 @@ class Worker:
         return outcome
 
     def stop(self, patience: float = 0.0) -> int | None:
-        """Wait up to ``patience`` seconds for the exit, then kill the process group. Return the exit status, if any."""
+        """Let the worker exit within ``patience`` seconds, then kill its process group. Return the exit status."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
@@ -171,7 +171,7 @@ class WorkerPool:
         return name in self._indices
 
     def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:
-        """Queue a call. If the worker can't start or the arguments can't be pickled, the outcome is ``raised``."""
+        """Queue a call. If a worker can't start or arguments can't be pickled, the outcome's kind is ``raised``."""
         call = WorkerCall(self._indices[name], keywords, state)
         self._queue.put(call)
         return call

@@ -127,10 +127,10 @@ def line_and_traceback(error: BaseException) -> tuple[str, str]:
 
 
 def _leave_signals_to_parent() -> None:
-    """Ignore Ctrl-C and schedulers' signals, because the trainer needs its workers until the round is complete.
+    """Ignore Ctrl-C and schedulers' signals: the trainer needs its workers to finish the round before it stops.
 
-    Schedulers' signals get an empty handler, because programs of user code would inherit ``SIG_IGN``. A fork blocks
-    these signals until the child has default handlers, because the empty handler would lose a signal to the child."""
+    Schedulers' signals get an empty handler, because programs that user code starts would inherit ``SIG_IGN``. A fork
+    blocks these signals until the child has default handlers. Otherwise the empty handler could swallow a signal."""
 
     def ignore(number: int, frame: Any) -> None:
         pass

@@ -2,7 +2,7 @@
 
 vLLM fuses projections (q, k and v become rows of one matrix), pads vocabularies and renames tensors. The class of
 vLLM's model names its fused layers in ``packed_modules_mapping``, and renamed tensors in ``hf_to_vllm_mapper``. Shapes
-show the rest, such as the part of a parameter that one rank of an engine has.
+show everything else, e.g. which part of a parameter an engine's rank holds.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class Slice:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the engine's values are computed from the policy's. Then policy and engine can't share memory."""
+        """Whether the policy's values must be converted, e.g. dequantised or reordered. Then memory can't be shared."""
         return any(each is not None for each in (self.packed, self.through, self.rows, self.adapted))
 
     @property
     def held(self) -> torch.Tensor:
-        """The policy's values for ``destination``: a view, or a new tensor if the values must be computed."""
+        """The policy's values for ``destination``: a view, or a new tensor if the values must be converted."""
         if self.adapted is not None:
             return self.part_of(self.adapted.merged())
         return self.part_of(self.source.detach() if self.packed is None else self.packed.values())
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the values for ``destination``, taken from ``whole``, a tensor of the parameter's shape."""
+        """Cut the values for ``destination`` out of ``whole`` (a tensor of the parameter's shape), and convert them."""
         part = whole[self.cut if self.rows is None else self.rows.to(whole.device)]
         return part if self.through is None else self.through(part)
 
@@ -89,8 +89,8 @@ def map_parameters(
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:  # fmt: skip
     """Pair the parameters of the policy (of a LoRA policy's base) with their slices of the engine's tensors. ``place``
-    is this rank's index among the ``ranks`` of its engine. ``served`` weights get no slices, because the engine reads
-    the policy's memory."""
+    is this rank's index among the ``ranks`` of its engine. Weights in ``served`` get no slices, because the engine
+    reads them from the policy's memory."""
     targets: dict[str, torch.Tensor] = dict(engine.parameters())
     packed, read = packed_weights(policy), read_parameters(unwrap(policy))
     policy_names = {base: name for name, _ in policy.named_parameters() if (base := base_name(name)) is not None}
@@ -196,8 +196,8 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the slices of `ABSORBED`, for each head (P, L) for keys and (L, V) for values. L is the latent size.
-    ``parts`` are the slices of the weight of `EXPANDS`, (H * (P + V), L) for a rank's H heads."""
+    """Yield slices of vLLM's tensors `ABSORBED`: per head a matrix (P, L) for keys and (L, V) for values, with latent
+    size L. ``parts`` are the slices of the weight of `EXPANDS`, a matrix (H * (P + V), L) for the rank's H heads."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
@@ -226,8 +226,8 @@ def _experts(
         return []
     if layout := engine.expert_layout(in_engine):
         raise UnmappedParameter(
-            f"The engine's kernel for experts ({layout}) has {in_engine} in another layout than checkpoints. Remove "
-            "settings that choose kernels for experts from vllm_engine_kwargs and the environment."
+            f"The engine's kernel for experts ({layout}) has {in_engine} in another layout than checkpoints. Don't "
+            "choose a kernel for experts in vllm_engine_kwargs or by an environment variable."
         )
     target = targets[in_engine].detach()
     expected, axis = [*source.shape], 1 if last == "gate_up_proj" else 2
@@ -287,7 +287,7 @@ def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Seq
 
 
 def _chunks(target: torch.Tensor, sizes: Sequence[int], place: int, ranks: int, axis: int) -> list[Part]:
-    """Return a rank's slices of a tensor that is fused along ``axis`` from parts of ``sizes``, each split by rank."""
+    """Return a rank's slices of a tensor with fused parts along ``axis``. ``sizes``: sizes of the whole parts."""
     parts: list[Part] = []
     before = [slice(None)] * axis
     start = 0
@@ -300,7 +300,7 @@ def _chunks(target: torch.Tensor, sizes: Sequence[int], place: int, ranks: int, 
 
 
 def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> tuple[list[int], list[int]]:
-    """Return, per part of a fused layer, a rank's number of rows, and the number of ranks that hold the same rows."""
+    """Return two lists by fused part: a rank's number of rows, and the number of ranks with the same rows."""
     rows = [part.shape[0] // ranks for part in parts]
     first, others = rows[0], sum(rows[1:])
     times = (target.shape[0] - first) // others if others else 1

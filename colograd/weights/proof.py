@@ -105,10 +105,10 @@ def check_read(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = (),
     tower_prompt: ModelInput | None = None,
 ) -> list[Slice]:  # fmt: skip
-    """Return the slices without effect on the engine's output, and a tower's slices without a ``tower_prompt``. A
-    collective.
+    """Test whether the engine reads each slice. Return the slices without effect on its output. A collective.
 
-    ``every`` has all slices of the policy (default: ``slices``). If the policy's output depends on a parameter that the
+    Without ``tower_prompt`` (a prompt with images) the slices of a vision tower are returned, too.
+    ``every``: all slices of the policy (default: ``slices``). If the policy's output depends on a parameter that the
     engine doesn't read, a RuntimeError is raised.
     """
     # A prompt doesn't read the second copies for decoding (`mapping.ABSORBED`).
@@ -127,8 +127,8 @@ def check_read(
             rest = [part for part in silent if not (part.name.endswith(".bias") and of_first(part.destination))]
         if unreachable := [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]:
             raise RuntimeError(
-                f"The engine's output doesn't depend on {len(unreachable)} of {len(slices)} parameters at the place "
-                f"where vLLM stores them ({', '.join(unreachable[:3])}): vLLM samples with repacked copies, which no "
+                f"The engine's output doesn't depend on {len(unreachable)} of {len(slices)} parameters in vLLM's "
+                f"memory ({', '.join(unreachable[:3])}): vLLM computes with repacked copies of them, which no "
                 "weight sync can update. Remove quantization and custom kernels from vllm_engine_kwargs. If the error "
                 "stays, Colograd doesn't support this architecture yet."
             )
@@ -138,11 +138,11 @@ def check_read(
 def read_together(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice], probe: Probe | None = None
 ) -> set[str]:
-    """Return the names of slices that the engine reads, by a few forwards for any number of slices. A collective.
+    """Return names of slices that the engine certainly reads. Any number of slices takes a few forwards. A collective.
 
-    The factors of `cancelling` together leave the output unchanged. The output of an engine that read only some of the
-    changed parameters would change. A parameter counts as read if the policy's gradient predicts a far larger effect of
-    its factor than all factors together have on the engine's output.
+    The engine's weights are multiplied by the signs of `cancelling`, which together leave its output unchanged. If the
+    engine ignored one slice, that slice's signs would be missing and the output would change. A slice counts as read
+    if this change, predicted by the policy's gradient, is far larger than the measured change.
     """
     if not slices:
         return set()
@@ -172,8 +172,8 @@ def read_together(
 
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
-    """Estimate in nats, by slice name, how much random sign changes of the slice change the prompt's log-probability:
-    the norm of gradient times value. The result is empty if memory is too small for the gradients."""
+    """Estimate how many nats the prompt's log-probability changes if random elements of a slice change their sign: the
+    norm of gradient times value. Return the estimates by slice name, or {} if the gradients don't fit into memory."""
     effects: dict[str, float] = {}
     parameters = {*policy.parameters()}
     slice_of = {part.source: part for part in slices if part.source in parameters}
@@ -250,7 +250,7 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: Mo
 
 
 def probe_ids(engine: Engine, length: int) -> list[int]:
-    """Return different token ids, at most ``length``."""
+    """Return at most ``length`` token ids for a test prompt, all of them different."""
     return [(7919 * (i + 1)) % engine.vocab_size for i in range(min(length, engine.context - 1))]
 
 

@@ -34,7 +34,7 @@ class Pairing:
     tower_prompt: ModelInput | None = None  # A prompt with images that tests the vision tower.
 
     def unread(self, slices: Sequence[Slice] | None = None) -> list[Slice]:
-        """Check that the engine reads ``slices`` (default: all), and return unread ones as `proof.check_read` does."""
+        """Run `proof.check_read` for ``slices`` (default: all). Return the slices that the engine doesn't read."""
         chosen = self.slices if slices is None else slices
         return proof.check_read(chosen, self.policy, self.engine, self.slices, self.tower_prompt)
 
@@ -46,8 +46,8 @@ def move(policy: torch.nn.Module, device: torch.device) -> None:
 
 
 def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
-    """Return the adapter if it needs LoRA slots in the engine. ``cut`` is true if each rank holds only a part of the
-    policy's weights (``sharding: fsdp``)."""
+    """Check the setting `weights` (``wanted``). Return the adapter if the engine needs LoRA slots for it, else None.
+    ``cut``: whether each rank holds only a part of the policy's weights (``sharding: fsdp``)."""
     if cut and adapter is not None:
         raise ValueError(
             "sharding is 'fsdp', but the policy trains a LoRA adapter, and fsdp doesn't divide a model with an "
@@ -113,8 +113,8 @@ def weight_sync(
 
     Args:
         untouched: whether the policy has exactly the values of the checkpoint that the engine loaded.
-        cut: ``rows``: each rank will keep only some rows of the weights. ``parts``: this function cuts the policy, so
-            that each rank has its engine rank's part of every parameter. "": a whole policy.
+        cut: how the policy will be divided. "rows": each rank will keep some rows of the weights. "parts": this
+            function leaves each rank the parts of parameters that its engine's rank has. "": not at all.
     """
     rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:
@@ -182,14 +182,14 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create the weight sync of a policy or LoRA base. ``constant`` skips the test that the engine reads the
-    weights."""
+    """Create the weight sync of a policy, or of a LoRA policy's base. ``constant``: the engine has these weights
+    already and they never change, so skip the test that the engine reads them."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
         raise ValueError(
             f"weights is 'shared', but {len(obstacles)} of {len(pairing.slices)} parameters can't be shared ({name}: "
-            f"{reason}): set weights: auto. If only dtypes differ, equal dtypes of policy and engine help too."
+            f"{reason}): set weights: auto. Or remove dtype from vllm_engine_kwargs if the policy has another."
         )
     policy, engine, ranks = pairing.policy, pairing.engine, pairing.engine.layout.ranks_per_engine
     if wanted == "copied" or len(obstacles) == len(pairing.slices) or ranks > 1:
@@ -219,7 +219,7 @@ def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
         raise Unserved(f"vLLM reorders the rows of {len(reordered)} layers with a LoRA adapter ({reordered[0]})")
     whole_copies = [part for part in pairing.slices if part.again and part.destination.shape == part.source.shape]
     if copied := [part.name for part in whole_copies if part.plain_name in adapted]:
-        raise Unserved(f"vLLM has {len(copied)} layers twice, but adds an adapter to one copy only ({copied[0]})")
+        raise Unserved(f"vLLM adds an adapter to only one of its two copies of {len(copied)} layers ({copied[0]})")
     (map_adapter,), (adapter_weights,) = hooks("map_adapter"), hooks("adapter_weights")
     slots = map_adapter(pairing.policy, pairing.engine)
     base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)

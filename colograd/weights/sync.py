@@ -1,4 +1,4 @@
-"""`WeightSync`, the interface of weight syncs, and its classes for shared memory and for copies of a whole policy.
+"""`WeightSync`, the interface of weight syncs, and implementations that share memory with the engine or copy weights.
 
 `MergedWeights` computes W + scaling * B A in float32 layer by layer, and rounds the sum once. Merging into the policy's
 own weights would accumulate rounding errors.
@@ -40,7 +40,7 @@ class WeightSync(Protocol):
 
     @abstractmethod
     def differing(self) -> list[str]:
-        """Return names of parameters that differ, bit for bit in the narrower dtype, between policy and engine."""
+        """Compare policy and engine bit for bit in the narrower dtype. Return names of parameters that differ."""
 
 
 class Unserved(ValueError):
@@ -57,7 +57,7 @@ class PlannedSync(WeightSync):
     def publish(self, version: int) -> int:
         """Write the policy's weights into the engine, and stamp it with ``version``.
 
-        After an error the engine can't sample."""
+        After a failed publish the engine refuses to sample."""
         self.engine.invalidate()
         addresses = self._addresses()
         if addresses != self._planned:
@@ -169,8 +169,8 @@ def bind(slices: Sequence[Slice]) -> None:
 
 
 class SharedWeights(CopiedWeights):
-    """Weight sync with parameters that are views of the engine's tensors (``shared``), and others that are ``copied``,
-    each for a reason."""
+    """Weight sync whose ``shared`` parameters are views of the engine's tensors. All other parameters are copied:
+    ``copied`` has pairs of a parameter's slice and the reason why it isn't shared."""
 
     def __init__(
         self, policy: torch.nn.Module, engine: Engine, shared: Sequence[Slice], copied: Sequence[tuple[Slice, str]] = ()
@@ -206,7 +206,7 @@ def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Tied
-    parameters share a tensor. Other tensors share no storage, because safetensors' writer would copy them."""
+    parameters share a tensor. Other tensors share no storage: `save_pretrained` would clone tensors that share one."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
     queued = False
