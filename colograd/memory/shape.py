@@ -146,8 +146,9 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     """Compute the bytes per token that one layer keeps for the backward, as in arXiv 2205.05198 (section 4.1).
 
     An RMSNorm keeps its float32 input, the normalised input, and its output. Fused attention keeps three tensors of the
-    queries' size, the keys, the values, and copies of ``copied`` keys and values. Most MLPs keep gate, activated gate,
-    up and product. In a mixture of experts, each expert that a token goes through also keeps its input and output.
+    queries' size, the keys and the values. If attention copies keys, it also keeps ``copied`` keys and values per
+    token. Most MLPs keep gate, activated gate, up and product. In a mixture of experts, each expert that a token goes
+    through also keeps its input and output.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -195,9 +196,10 @@ def activation_bytes(
 
     The peak is the largest of three moments of the backward:
     - Head: all layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
-      (`label_logprobs`), and the weight's gradient. These may use `Trained.on_way`, as no gradient is in transfer yet.
-    - Last layer: all layers' activations, recomputed ones of the last layer, the last layer's gradients, and the
-      gradient of a tied head's weight.
+      (`label_logprobs`), and the weight's gradient. The bytes of `Trained.on_way` are free at this moment, because no
+      gradient is in transfer to the host yet.
+    - Last layer: all layers' activations, the last layer's recomputed activations and gradients, and the gradient of a
+      tied head's weight.
     - Embedding: the gradient of its output, and the gradient of its weight in the weight's dtype and in float32. For
       tied weights: the gradients from head and embedding, and their sum, in float32.
 

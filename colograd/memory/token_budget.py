@@ -28,7 +28,7 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
     """Return (tokens, peak bytes) of the largest micro-batch that needs at most ``limit`` bytes.
 
     ``peak(tokens)`` trains on a row of that length and returns its peak bytes, or inf if memory ran out. Bytes of other
-    row lengths are read from a line through the last two measurements.
+    row lengths are estimated by a line through the last two measurements.
     """
     # The first line goes through the origin, so that it rather overestimates than underestimates bytes per token.
     x, y, slope, most = 0, 0.0, 0.0, largest
@@ -116,8 +116,8 @@ def back_off(
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
         raise torch.OutOfMemoryError(
             f"A single completion with its prompt doesn't fit in memory ({largest:,} tokens; {reason}): set "
-            "gradient_checkpointing: true or vllm_enable_sleep_mode: true, divide more training state over ranks "
-            "(`sharding`), or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
+            "gradient_checkpointing: true or vllm_enable_sleep_mode: true, choose a `sharding` that divides more "
+            "over ranks, or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
         )
     rules = dataclasses.replace(rules, max_tokens=max(1, min(rules.max_tokens, largest) // 2))
     return rules, [repack(batch, rules) for batch in batches]

@@ -19,7 +19,7 @@ MIN_GAIN = 0.1  # Fraction of the slowest team's cost that `plan` must save, or 
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """Return the FLOPs of a query-key pair of attention, divided by the FLOPs of a token in the matrix products.
+    """Return the FLOPs of a query-key pair of attention, divided by a token's FLOPs in products with weights.
 
     A pair takes 4 * heads * head_dim FLOPs per layer. A token takes 2 FLOPs per parameter."""
     layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")

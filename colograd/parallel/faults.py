@@ -51,7 +51,7 @@ _numbers = itertools.count(1)  # equal on all ranks, which create failure detect
 
 @contextlib.contextmanager
 def ends_together(what: str) -> Iterator[None]:
-    """If one rank fails in the body, make the other ranks raise `RankError`, or `os._exit` after `GRACE` seconds."""
+    """Make all ranks leave the body if one fails: other ranks raise `RankError`, or are ended after `GRACE` seconds."""
     global _present
     if world_size() > 1 and _present is None:
         atexit.unregister(part)  # `part` must run after `leave`, and atexit calls the last registered function first

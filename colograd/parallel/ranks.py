@@ -48,7 +48,7 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
 def attempt() -> int:
     """Return torchrun's number of restarts if torchrun's agent hosts the rendezvous store, else 0.
 
-    A store that rank 0 hosts is new after each restart. It needs no number, and nodes may count differently."""
+    A store that rank 0 hosts is new after each restart and needs no number. Nodes may count restarts differently."""
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 
@@ -87,9 +87,9 @@ SHARED = (torch.OutOfMemoryError, Stopped)  # if all failed ranks raise such an 
 def on_all_ranks(what: str) -> Iterator[None]:
     """If the body raises on one rank, raise on all ranks. A collective.
 
-    The failing rank raises its exception, and the other ranks raise `RankError`. If all failing ranks ran out of memory
-    or were `Stopped` (`SHARED`), every rank raises the same one of these two types. The body must contain no collective
-    that a failing rank would skip, because the other ranks would wait in it."""
+    The failing rank raises its exception, and the other ranks raise `RankError`. If all failures are of types in
+    `SHARED` (out of memory, `Stopped`), every rank raises the same one of these types. The body must contain no
+    collective that a failing rank would skip, because the other ranks would wait in it."""
     failure: BaseException | None = None
     watchdog.progress(what)
     try:

@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]  # per dimension of a tensor: (first index, la
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a tensor: one box (a range of indices per dimension), or boxes concatenated along ``axis``.
+    """A rank's part of a tensor: one box (a range of indices per dimension), or several boxes joined along ``axis``.
 
     For example, a part of MoE experts' stacked gate and up projections has a box in each of the two projections."""
 
@@ -70,7 +70,7 @@ class Shard:
 
     @property
     def begin(self) -> int | None:
-        """Offset of the part in the flattened whole tensor. None if the part isn't one contiguous range of it."""
+        """Offset of the part in the flattened whole tensor, or None if the part isn't contiguous in that tensor."""
         rows, *others = self.boxes[0] or ((0, 1),)
         if len(self.boxes) > 1 or any(stop - start != size for (start, stop), size in zip(others, self.shape[1:])):  # noqa: B905
             return None
@@ -171,7 +171,7 @@ def group_of(
 class Lockstep:
     """Messages from the first rank of a vLLM engine to the engine's other ranks, which repeat the first rank's calls.
 
-    Only the first rank decides on calls, because clocks and users' functions may give other results on other ranks."""
+    The first rank alone decides on calls, because clocks and users' functions may give other results on other ranks."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0

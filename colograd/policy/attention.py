@@ -1,7 +1,7 @@
 """Attention of packed rows, registered in transformers under `NAME`.
 
 Each segment (e.g. a prompt or completion) attends causally to its own tokens, and to all tokens of the earlier segments
-that the row's `SegmentLayout` lists for it. With a sliding window, only the nearest of all these tokens count.
+that the row's `SegmentLayout` lists for it. A sliding window leaves only the nearest of these tokens.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """Return a causal mask, bool (queries, keys), True where a query attends. The queries have the last keys' places.
+    """Return a causal mask, bool (queries, keys), True where a query attends. The last query is the last key's token.
 
     Masks above 1 MiB aren't cached, because the cache keeps 256 masks.
     """
@@ -302,9 +302,9 @@ def packed_rows() -> AbstractContextManager[None]:
 
 @contextmanager
 def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
-    """Yield two sets of window sizes, filled inside the context: from mask requests, and from packed attention's calls.
+    """Yield two sets of window sizes: of masks that transformers requests, and of calls of packed attention.
 
-    Packed rows use no masks, so they would ignore a window that is only in the first set.
+    The sets are filled inside the context. Packed rows use no masks, so they ignore a window that only masks have.
     """
     windows = set[int](), set[int]()
     with _with_globals(_watching=windows):

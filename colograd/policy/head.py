@@ -162,7 +162,7 @@ def label_logprobs(
 class Spread:
     """The part of the loss's gradient from entropy and KL divergence, for a tile of logits (n labels, c columns).
 
-    This part is p (slope log p - constant - logq), plus the values of `more` in K columns per label. p is the softmax.
+    This part is p (slope log p - constant - logq), p = softmax of the logits, plus `more` in K columns of each label.
     """
 
     slope: torch.Tensor  # The factor `slope` of each label, (n,).
@@ -313,7 +313,8 @@ def _turn_to_gradient(
 
 
 def _columns(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each label's column in a tile, int64 (n, 1), 0 if it has none, and a mask of the labels with one, (n,)."""
+    """Return each label's column in a tile, int64 (n, 1), and a bool mask of the labels in the tile, (n,). The column
+    of a label outside the tile is 0."""
     inside = (labels >= vocabulary.start) & (labels < vocabulary.stop)
     return (labels - vocabulary.start).where(inside, 0)[:, None], inside
 

@@ -22,7 +22,7 @@ def add_tile(head: Any, product: torch.Tensor, tile: Tile, running: torch.Tensor
 def gradient(
     head: Any, product: torch.Tensor, tile: Tile, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the loss's gradient for ``product``, a tile of `Head.product`. Overwrite ``product`` if it has ``dtype``.
+    """Return the loss's gradient for ``product``, a tile of `Head.product`. If ``product`` has ``dtype``, overwrite it.
 
     ``of_rows`` has tensors (n,) float32 with a value per label: the normaliser, the log-probability's gradient, the
     entropy's gradient, the entropy (or None).

@@ -145,7 +145,7 @@ def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None,
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
-    """Load and check the policy, its adapter and its tokenizer. On a CPU also check packed rows (on a GPU later)."""
+    """Load the policy, its adapter and its tokenizer, and check them. A run on a GPU checks packed rows later."""
     untouched = isinstance(model, str | os.PathLike)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
     if not untouched:
@@ -207,7 +207,7 @@ def load_policy(
 
 
 def proven_on(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """Return ``policy``, with padded rows if packed rows fail a check on ``prompts`` (prompts with images)."""
+    """Return ``policy``, with padded rows if packed rows fail a check on ``prompts``, which may have images."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
@@ -236,7 +236,10 @@ def chat_template(path: str) -> str:
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
     if config.model_init_kwargs is not None:
-        raise ValueError("model_init_kwargs is set, but model is an object: remove model_init_kwargs, or pass a name.")
+        raise ValueError(
+            "model_init_kwargs is set, but the model was passed as an object: remove model_init_kwargs, or pass the "
+            "model's name or folder."
+        )
     if is_adapted(model) and peft_config is not None:
         raise ValueError(
             "The model is a PeftModel and peft_config is given too, but only one adapter is trained: give one of the "
@@ -315,5 +318,5 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return {parameter: bytes once quantised} for the parameters of an `outline` that ``settings`` quantise."""
+    """Return {parameter: bytes after quantisation} for the parameters of an `outline` that ``settings`` quantise."""
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

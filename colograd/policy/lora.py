@@ -1,4 +1,4 @@
-"""LoRA policies (peft): the layers with an adapter, the model inside a PeftModel, and a base's quantised weights."""
+"""LoRA policies (peft): layers with an adapter, the model inside a PeftModel, and quantised weights of a base model."""
 
 from __future__ import annotations
 

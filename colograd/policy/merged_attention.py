@@ -193,7 +193,7 @@ def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
     """Return the calls for flash attention, which takes many sequences at once. With a ``window`` each segment gets
-    a copy of earlier keys in front of its own keys, because the kernel's window must span both."""
+    a copy of earlier keys in front of its own keys, because the kernel's window must cover all these keys."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

@@ -183,8 +183,9 @@ def differences(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare the trainer's log-probabilities with the sampler's, and with those of transformers' own forward.
 
-    Return both lists of absolute differences, in nats. transformers' forward uses the attention implementation ``own``.
-    The trainer's forward runs once per value in ``thresholds``, with `attention.keys_in_place_from(value)`.
+    Return a tensor of absolute differences, in nats, for each of the two comparisons. transformers' forward uses the
+    attention implementation ``own``. The trainer's forward runs once per value in ``thresholds``, in
+    `attention.keys_in_place_from(value)`.
     """
     trained, to_sampler, to_own = [], [], []
     with evaluation_mode(model):
