@@ -1,5 +1,5 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
-A reference or teacher model in host memory has no row: before gradients exist, it computes in the memory for these."""
+A reference or teacher model in host memory has no row: it computes before gradients exist, in memory for gradients."""
 
 from __future__ import annotations
 
