@@ -29,7 +29,7 @@ NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a decoder model: numbers of layers and heads, and numbers of elements."""
+    """Sizes of a decoder model that its memory depends on, e.g. number of layers, hidden size and vocabulary size."""
 
     layers: int
     hidden: int
@@ -90,7 +90,7 @@ class Shape:
 
 
 class CopiedKeys(NamedTuple):
-    """Numbers of keys and attention scores in memory, per token of a row."""
+    """Numbers of keys, attention scores and padding rows that attention has in memory, per token of a row."""
 
     kept: float = 0.0  # Copied keys that every layer keeps for the backward.
     inside: float = 1.0  # Keys, with copies, in memory while one layer's attention runs.
@@ -124,7 +124,8 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Compute the keys per token of a row if each completion copies its prompt's keys, within ``window``."""
+        """Return the number of keys in memory per token of a row, if each completion copies its prompt's keys. With a
+        ``window``, a completion copies at most the prompt's last ``window`` - 1 keys."""
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)
@@ -136,7 +137,7 @@ class Lengths:
         return self.prompt / (self.prompt + count * short)
 
     def _short(self, tokens: int) -> tuple[int, int]:
-        """Return how many completions of 1/SHORT of the longest share a prompt in a row, and the tokens of each."""
+        """Return the number of short completions (see `SHORT`) that share a prompt in a row, and the tokens of each."""
         short = max(1, self.completion // SHORT)
         return min(self.group, max(1, (tokens - self.prompt) // short)), short
 
@@ -144,9 +145,10 @@ class Lengths:
 def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     """Compute the bytes per token that one layer keeps for the backward, as in arXiv 2205.05198 (section 4.1).
 
-    RMSNorms keep a float32 input, and the normalised and the scaled output. Fused attention keeps three tensors of the
-    queries' size, keys, values, and ``copied`` further keys and values per token. Most MLPs keep gate, activated gate,
-    up and product. A mixture keeps its input and output as well, once per expert that a token goes through.
+    An RMSNorm keeps its float32 input, the normalised input, and its output. Fused attention keeps three tensors of the
+    queries' size, the keys and the values. If attention copies keys, it also keeps ``copied`` keys and values per
+    token. Most MLPs keep gate, activated gate, up and product. In a mixture of experts, each expert that a token goes
+    through also keeps its input and output.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -161,7 +163,7 @@ def again(shape: Shape, checkpointing: int) -> int:
 def kept_by_layers(
     shape: Shape, itemsize: int, checkpointing: int, copied: CopiedKeys = CopiedKeys(), on_host: bool = False
 ) -> tuple[float, float]:
-    """Compute (bytes per token that all layers keep, bytes per token of one layer that is computed again)."""
+    """Return bytes per token: (activations that all layers keep on the device, activations of one recomputed layer)."""
     layer = layer_bytes(shape, itemsize, copied.kept) + SCORE * shape.capped * copied.scores
     twice = again(shape, checkpointing)
     inputs = min(twice, left_on_device().inputs) if on_host else twice
@@ -169,11 +171,11 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return the estimate of device memory that training needs for data in host memory (seam "left_on_device").
+    """Return estimates of the device memory that offloaded data still needs (hook "left_on_device" of an extension).
 
-    ``inputs``: number of layer inputs on the device at once. ``state(nbytes)`` and ``sums(nbytes)``: bytes of buffers
-    for an optimizer state, or for gradient sums, of ``nbytes``. ``on_way(gradients, largest)``: peak bytes of
-    gradients in a backward that sends them to the host.
+    ``inputs``: number of offloaded layer inputs on the device at once. ``state(nbytes)``: bytes of buffers for an
+    offloaded optimizer state of ``nbytes``. ``sums(nbytes)``: bytes of buffers for offloaded gradient sums.
+    ``on_way(gradients, largest)``: peak bytes of gradients on the device, while a backward sends them to the host.
     """
     (left,) = registry.hooks("left_on_device")
     return left
@@ -190,13 +192,16 @@ def activation_bytes(
     shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, copied: CopiedKeys = CopiedKeys(),
     trained: Trained = Trained(),
 ) -> int:  # fmt: skip
-    """Estimate the peak bytes of one forward and backward, without weights and gradients: the largest of three moments.
+    """Estimate the peak bytes of one forward and backward, without weights and accumulated gradients.
 
-    In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
-    (`label_logprobs`), and the gradient of the head's weight. In the last layer: the layer's gradients, and for a tied
-    head the weight's gradient, which waits for the embedding's gradient. In the embedding: its gradient in its dtype
-    and in float32, and if tied, both gradients and their sum in float32. No gradient is on its way to the host while
-    the head runs, so the head may use the bytes of `Trained.on_way`.
+    The peak is the largest of three moments of the backward:
+    - Head: all layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
+      (`label_logprobs`), and the weight's gradient. The bytes of `Trained.on_way` are free at this moment, because no
+      gradient is in transfer to the host yet.
+    - Last layer: all layers' activations, the last layer's recomputed activations and gradients, and the gradient of a
+      tied head's weight.
+    - Embedding: the gradient of its output, and the gradient of its weight in the weight's dtype and in float32. For
+      tied weights: the gradients from head and embedding, and their sum, in float32.
 
     tests/policy/test_fake_gpu.py counts these bytes on fake CUDA tensors.
     """

@@ -1,5 +1,5 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
-A reference model or teacher in host memory has no row: it runs before gradients exist, in their space."""
+A reference or teacher model in host memory has no row: it computes before gradients exist, in memory for gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gra
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes on one rank's device."""
+    """Bytes of weights, gradients, optimizer state and buffers on one rank's device."""
 
     engine_weights: int  # The engine's weights: 0 if the run has no engine.
     policy_weights: int  # The policy's weights: 0 if they are the engine's tensors, or in host memory.
@@ -97,7 +97,7 @@ class MemoryPlan(RankBytes):
         return dataclasses.replace(self, kv_bytes=max(least, min(need.wanted, most)))
 
     def with_engine(self, weights: int, apart: int, kv_tokens: int) -> MemoryPlan:
-        """Return the plan with the built engine's bytes, and the bytes of policy weights ``apart`` from the engine."""
+        """Return the plan with the built engine's bytes. ``apart``: bytes of policy weights outside the engine."""
         kv_bytes = self.kv_bytes or kv_tokens * self.run.need.per_token
         return dataclasses.replace(
             self, engine_weights=weights, policy_weights=apart, kv_bytes=kv_bytes, kv_tokens=kv_tokens

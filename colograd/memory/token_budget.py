@@ -25,10 +25,10 @@ STEP = 256  # A measured token budget is a multiple of STEP.
 
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
-    """Return the maximum tokens of a micro-batch that needs at most ``limit`` bytes, and its bytes.
+    """Return (tokens, peak bytes) of the largest micro-batch that needs at most ``limit`` bytes.
 
-    Bytes between measurements are taken from a line through the last two. ``peak`` maps the tokens of a row to the peak
-    bytes of its forward and backward. It returns inf if memory ran out.
+    ``peak(tokens)`` trains on a row of that length and returns its peak bytes, or inf if memory ran out. Bytes of other
+    row lengths are estimated by a line through the last two measurements.
     """
     # The first line goes through the origin, so that it rather overestimates than underestimates bytes per token.
     x, y, slope, most = 0, 0.0, 0.0, largest
@@ -53,13 +53,13 @@ def measure(
     train: Callable[[PackedRow], None], clean: Callable[[], None], shape: tuple[int, int, int], rules: PackingRules,
     pending_bytes: int, ranks_per_sequence: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
-    """Measure the token budget that fits every rank's GPU. Return its tokens and bytes. All ranks must call this.
+    """Return (tokens, peak bytes) of the largest micro-batch that fits every rank's GPU. All ranks must call this.
 
     Args:
         train: runs forward and backward of one micro-batch.
         clean: frees activations and gradients.
         shape: tokens of the longest prompt, tokens of the longest completion, and completions per group.
-        pending_bytes: bytes of the optimizer's state if it isn't allocated yet.
+        pending_bytes: bytes to leave free for the optimizer's state. 0 if the state is allocated already.
     """
     device = rules.device
     prompt, completion, count = shape
@@ -109,22 +109,23 @@ def back_off(
 ) -> tuple[PackingRules, list[StepBatch]]:
     """Halve the token budget after any rank ran out of memory. All ranks must call this.
 
-    Return the new rules, and all ``batches`` packed by them. The first ``among`` batches are the failed step.
+    Return the new rules, and all ``batches`` packed by the new rules. Memory ran out in the first ``among`` batches.
     """
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
         raise torch.OutOfMemoryError(
-            f"A single completion with its prompt doesn't fit ({largest:,} tokens; {reason}): set "
-            "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, divide more over ranks (`sharding`), "
-            "or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
+            f"A single completion with its prompt doesn't fit in memory ({largest:,} tokens; {reason}): set "
+            "gradient_checkpointing: true or vllm_enable_sleep_mode: true, choose a `sharding` that divides more "
+            "over ranks, or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
         )
     rules = dataclasses.replace(rules, max_tokens=max(1, min(rules.max_tokens, largest) // 2))
     return rules, [repack(batch, rules) for batch in batches]
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Pack a step's groups into new rows, and count no row as trained. Copy per-token values that all old rows have."""
+    """Return the step with its groups packed into new rows, none of which is trained yet. Per-token values, e.g.
+    `old_logprobs`, are copied to the new rows if every old row has them."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):
         recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]

@@ -19,7 +19,7 @@ MIN_GAIN = 0.1  # Fraction of the slowest team's cost that `plan` must save, or 
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """Return the cost of a query-key pair in tokens: the FLOPs of a pair over the FLOPs of a token.
+    """Return the FLOPs of a query-key pair of attention, divided by a token's FLOPs in products with weights.
 
     A pair takes 4 * heads * head_dim FLOPs per layer. A token takes 2 FLOPs per parameter."""
     layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
@@ -39,9 +39,9 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Return, per team, the places of the team's groups.
+    """Assign each group to the least loaded team in the block of the rank that sampled the group.
 
-    A group goes to the least loaded team in the block that sampled the group."""
+    Return the `Place`s of each team's groups. The module's docstring defines teams and blocks."""
     near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
@@ -57,7 +57,7 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
     """Improve the result of `share_out`: move or swap groups between the slowest and the fastest team.
 
-    Return the result of `share_out` unless the slowest team saves more than `MIN_GAIN` of its cost."""
+    Return `share_out`'s result unless the largest cost of a team falls by more than the fraction `MIN_GAIN`."""
     initial = share_out(costs, ranks_per_engine, ranks_per_row)
     assigned, cost_of = [list(row) for row in initial], dict[Place | None, float]({None: 0.0})
     cost_of |= {(owner, index): each for owner, row in enumerate(costs) for index, each in enumerate(row)}
@@ -87,7 +87,7 @@ def balance(
     groups: Sequence[ScoredGroup], pair: float, share_prompts: bool, ranks_per_engine: int = 1,
     between_engines: bool = True, ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:  # fmt: skip
-    """Return the groups that this rank trains, and how many of these groups another block sampled. A collective."""
+    """Return the groups that this rank trains, and how many of them came from another block of ranks. A collective."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]
@@ -99,7 +99,7 @@ def balance(
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
     """Return the groups that this rank trains. A collective, unless every rank trains only groups that it sampled.
 
-    ``assignment`` lists per rank the places of the groups to train, and must be equal on all ranks."""
+    ``assignment`` has, for each rank, the `Place`s of the groups to train. It must be equal on all ranks."""
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]

@@ -51,7 +51,7 @@ _numbers = itertools.count(1)  # equal on all ranks, which create failure detect
 
 @contextlib.contextmanager
 def ends_together(what: str) -> Iterator[None]:
-    """Make all ranks leave the body together: if one rank fails, the others raise `RankError` or end by force."""
+    """Make all ranks leave the body if one fails: other ranks raise `RankError`, or are ended after `GRACE` seconds."""
     global _present
     if world_size() > 1 and _present is None:
         atexit.unregister(part)  # `part` must run after `leave`, and atexit calls the last registered function first
@@ -156,7 +156,7 @@ class FailureDetector:
 
     @contextlib.contextmanager
     def body(self, what: str) -> Iterator[None]:
-        """Run the body as a section: code that all ranks run together. Inside a section, add no new one."""
+        """Run the body as a section (code that all ranks run together). Inside a section, `body` starts no new one."""
         if self._inside:
             watchdog.progress(what)
             yield
@@ -236,9 +236,9 @@ class FailureDetector:
         _exit(text)
 
     def _exchange_signs(self, passed: float) -> None:
-        """Send a sign of life to each connected rank, and report ranks that have been silent for `rank_timeout`.
+        """Send a sign of life to each connected rank. Report ranks that have been silent for `rank_timeout` seconds.
 
-        Only silence inside a section counts, because ranks wait for each other only there."""
+        ``passed``: seconds since the last call. Silence counts only in sections, where ranks wait for each other."""
         lost, limit = [], watchdog.limit()
         with self._sending:
             for link in self._links:
@@ -275,7 +275,7 @@ class FailureDetector:
         try:
             while not store.check([self._key]):  # `get` would lock the store, which the training thread also uses
                 if self._has_left or time.monotonic() > until:
-                    raise RuntimeError("rank 0 didn't write its network address to the process group's store")
+                    raise RuntimeError("rank 0 wrote no address to the store within ddp_timeout: see rank 0's output")
                 time.sleep(0.1)
             host, port, token = store.get(self._key).decode().split()
             connection = socket.create_connection((host, int(port)), self.silence)

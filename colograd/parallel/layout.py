@@ -27,7 +27,7 @@ class RankLayout:
     With `policy_parts` 2 (tensor parallel) and `ranks_per_sequence` 2 (sequence parallel), 4 ranks train each row:
 
         row_group      (0 1 2 3), (4 5 6 7)  the ranks that train a row together
-        sequence_group (0 2), (1 3), (4 6), (5 7)  ranks with equal parts of the policy, which divide a row's tokens"""
+        sequence_group (0 2), (1 3), (4 6), (5 7)  ranks with the same policy part, which divide a row's tokens"""
 
     rank: int = 0
     world_size: int = 1

@@ -39,16 +39,16 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
     except (dist.DistError, RuntimeError) as error:
         raise RuntimeError(
             f"Not all {os.environ['WORLD_SIZE']} ranks joined at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')} within {limit.total_seconds():,.0f} s (ddp_timeout), or the ranks can't "
-            "reach each other. Check the other ranks' output and MASTER_ADDR, and set GLOO_SOCKET_IFNAME to the "
-            f"network interface. ({error})"
+            f"{os.environ.get('MASTER_PORT')} within {limit.total_seconds():,.0f} s (ddp_timeout). Look for errors "
+            "in the other ranks' output. If ranks can't reach each other, check MASTER_ADDR, and set "
+            f"GLOO_SOCKET_IFNAME to the network interface between the nodes. ({error})"
         ) from error
 
 
 def attempt() -> int:
     """Return torchrun's number of restarts if torchrun's agent hosts the rendezvous store, else 0.
 
-    If rank 0 hosts the store, it is new after each restart, and nodes may count different numbers of restarts."""
+    A store that rank 0 hosts is new after each restart and needs no number. Nodes may count restarts differently."""
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 
@@ -87,9 +87,9 @@ SHARED = (torch.OutOfMemoryError, Stopped)  # if all failed ranks raise such an 
 def on_all_ranks(what: str) -> Iterator[None]:
     """If the body raises on one rank, raise on all ranks. A collective.
 
-    The failing rank raises its exception, and the other ranks raise `RankError`. If all exceptions have types in
-    `SHARED`, all ranks raise one of these types instead. The body must contain no collective that a failing rank would
-    skip, because the other ranks would wait in it."""
+    The failing rank raises its exception, and the other ranks raise `RankError`. If all failures are of types in
+    `SHARED` (out of memory, `Stopped`), every rank raises the same one of these types. The body must contain no
+    collective that a failing rank would skip, because the other ranks would wait in it."""
     failure: BaseException | None = None
     watchdog.progress(what)
     try:

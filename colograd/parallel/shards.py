@@ -26,9 +26,9 @@ Box = tuple[tuple[int, int], ...]  # per dimension of a tensor: (first index, la
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a tensor: one box, or several boxes concatenated along ``axis``.
+    """A rank's part of a tensor: one box (a range of indices per dimension), or several boxes joined along ``axis``.
 
-    For example, the stacked gate and up projections of MoE experts have a box each."""
+    For example, a part of MoE experts' stacked gate and up projections has a box in each of the two projections."""
 
     shape: tuple[int, ...]  # shape of the whole tensor
     boxes: tuple[Box, ...]
@@ -70,14 +70,14 @@ class Shard:
 
     @property
     def begin(self) -> int | None:
-        """Index of the part's first element in the flattened whole tensor. None if the part isn't contiguous there."""
+        """Offset of the part in the flattened whole tensor, or None if the part isn't contiguous in that tensor."""
         rows, *others = self.boxes[0] or ((0, 1),)
         if len(self.boxes) > 1 or any(stop - start != size for (start, stop), size in zip(others, self.shape[1:])):  # noqa: B905
             return None
         return rows[0] * math.prod(self.shape[1:])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor: a view of a single box, or a copy."""
+        """Return this rank's part of the tensor ``whole``: a view if the part is one box, a copy if it has several."""
         parts = [whole[tuple(slice(*ends) for ends in box)] for box in self.boxes]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
@@ -118,9 +118,9 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Return whether all ranks call `meets` within ``seconds``, each after equally many collectives.
+        """Return whether all ranks of the group call `meets` within ``seconds``, and have run equally many collectives.
 
-        After unequally many, NCCL would pair collectives that don't belong together."""
+        If the numbers differ, NCCL would pair collectives that don't belong together."""
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
@@ -169,9 +169,9 @@ def group_of(
 
 
 class Lockstep:
-    """Messages from the first rank of a vLLM engine to its other ranks.
+    """Messages from the first rank of a vLLM engine to the engine's other ranks, which repeat the first rank's calls.
 
-    Only the first rank decides, because clocks and users' functions may give other results on other ranks."""
+    The first rank alone decides on calls, because clocks and users' functions may give other results on other ranks."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0
@@ -191,8 +191,8 @@ class Lockstep:
 def parts_of(model: Any) -> Any:
     """Return a tensor-parallel model's ``tensor_parts``, or None for other models.
 
-    It has ``engine`` (`RankGroup`), ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number of
-    elements of the whole model)."""
+    Attributes: ``engine`` (`RankGroup` of the engine's ranks), ``shards`` (parameter name -> this rank's `Shard`) and
+    ``elements`` (number of elements of the whole model)."""
     return getattr(model, "tensor_parts", None)
 
 

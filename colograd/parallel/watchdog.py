@@ -1,8 +1,8 @@
 """Detect a rank that hangs: its training thread hasn't called `progress` for `rank_timeout` seconds.
 
-A rank doesn't hang if it waits for other ranks or the Hub: then its stack has a function of the modules `WAITING`.
-If a process runs no thread, e.g. after SIGSTOP, other ranks detect this (see `faults`). A check adds at most half of
-the limit to the counted time. So a process that was stopped for long isn't ended as soon as it continues."""
+A rank that waits for other ranks or the Hub doesn't hang: its training thread is in `finish`, or in a function of the
+modules `WAITING`. If all threads of a process are stopped, e.g. by SIGSTOP, other ranks detect this (see `faults`). A
+check counts at most half of `rank_timeout`, so that a stopped process isn't ended as soon as it continues."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Watch the calling thread only while the body runs, because it may rest later, e.g. at a notebook's prompt."""
+        """Watch the calling thread while the body runs. Afterwards the thread may idle, e.g. at a notebook's prompt."""
         progress(what)
         if self._watched is not None:
             yield

@@ -1,7 +1,7 @@
 """Attention of packed rows, registered in transformers under `NAME`.
 
 Each segment (e.g. a prompt or completion) attends causally to its own tokens, and to all tokens of the earlier segments
-that the row's `SegmentLayout` lists for it. A sliding window limits both.
+that the row's `SegmentLayout` lists for it. A sliding window leaves only the nearest of these tokens.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def packed_attention(
 
     Args:
         query: (1, H, T, D).
-        key, value: (1, K, T, D) and (1, K, T, V), K dividing H (grouped-query attention).
+        key, value: (1, K, T, D) and (1, K, T, V), where K divides H (grouped-query attention).
         layout: the row's segments, and which segments each attends to. None means a row that isn't packed.
         s_aux: (H,) sinks, logits of an additional key with value 0 that every token attends to.
         row_part: this rank's share of the row, if query, key and value have only that share's tokens.
-        options: transformers' options, and `both_ways`: the row's `ImageRuns`, whose tokens attend to all tokens of
-            their image. Layers with a window read `both_ways_in_window` instead, if it is passed.
+        options: transformers' options, and two `ImageRuns` of the row. Tokens in `both_ways` attend to all tokens of
+            their image. In layers with a sliding window, `both_ways_in_window` replaces `both_ways`, if passed.
     """
     if row_part is not None:
         heads = query.shape[1]
@@ -82,8 +82,8 @@ def packed_attention(
     softcap: float | None = options.get("softcap")
     if [softcap is not None, s_aux is not None, bool(both_ways)].count(True) > 1:
         raise ValueError(
-            "This model's attention uses two of these: soft-capping, sinks, image tokens that attend to each other. "
-            "Packed attention doesn't compute two of them together."
+            "This model's attention combines two of these: soft-capping, sinks, and image tokens that attend to each "
+            "other. Packed attention supports only one of the three."
         )
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -114,7 +114,7 @@ def packed_attention(
 
 
 def in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cast to autocast's dtype: rotary embeddings may give float32 under autocast, but fused kernels take one dtype."""
+    """Cast ``tensors`` to autocast's dtype: rotary embeddings may return float32, but fused kernels take one dtype."""
     dtype = autocast_dtype(tensors[0].device)
     return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
@@ -220,7 +220,7 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """Return a causal mask, bool (queries, keys), True where a query attends. The last query is at the last key.
+    """Return a causal mask, bool (queries, keys), True where a query attends. The last query is the last key's token.
 
     Masks above 1 MiB aren't cached, because the cache keeps 256 masks.
     """
@@ -302,9 +302,9 @@ def packed_rows() -> AbstractContextManager[None]:
 
 @contextmanager
 def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
-    """Record two sets of window sizes: of masks that transformers requests, and of calls of packed attention.
+    """Yield two sets of window sizes: of masks that transformers requests, and of calls of packed attention.
 
-    Packed rows would ignore a window that only masks have.
+    The sets are filled inside the context. Packed rows use no masks, so they ignore a window that only masks have.
     """
     windows = set[int](), set[int]()
     with _with_globals(_watching=windows):

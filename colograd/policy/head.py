@@ -77,7 +77,7 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def finish_(self, tile: torch.Tensor, row: slice, vocabulary: slice, keep_cap: bool = False) -> torch.Tensor | None:
-        """Apply soft cap, temperature and candidates to a tile of `logits`, in place.
+        """Apply soft cap and temperature to a tile of `logits` in place, and hide tokens that aren't `candidates`.
 
         With ``keep_cap`` and a soft cap return t = tanh(tile / softcap): the derivative of the soft cap is 1 - t^2.
         """
@@ -119,7 +119,7 @@ def parts(total: int, size: int) -> Iterator[slice]:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return the number of token ids in the model's input embedding. For shards: of the whole embedding."""
+    """Return the number of token ids in the model's whole input embedding, even if this rank has only a shard."""
     table = model.get_input_embeddings()
     own = getattr(table, "vocabulary", None)
     return int(table.weight.shape[0] if own is None else own.size)
@@ -160,9 +160,9 @@ def label_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The loss's gradient by way of entropy and KL divergence, for a tile's logits (n labels, c columns).
+    """The part of the loss's gradient from entropy and KL divergence, for a tile of logits (n labels, c columns).
 
-    It is p (slope log p - constant - logq), p = softmax of the logits. In some columns `more` is added.
+    This part is p (slope log p - constant - logq), p = softmax of the logits, plus `more` in K columns of each label.
     """
 
     slope: torch.Tensor  # The factor `slope` of each label, (n,).
@@ -313,7 +313,8 @@ def _turn_to_gradient(
 
 
 def _columns(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each label's column in a tile, (n, 1) int64, or 0, and whether the tile has the label, (n,) bool."""
+    """Return each label's column in a tile, int64 (n, 1), and a bool mask of the labels in the tile, (n,). The column
+    of a label outside the tile is 0."""
     inside = (labels >= vocabulary.start) & (labels < vocabulary.stop)
     return (labels - vocabulary.start).where(inside, 0)[:, None], inside
 

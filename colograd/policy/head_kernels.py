@@ -22,7 +22,7 @@ def add_tile(head: Any, product: torch.Tensor, tile: Tile, running: torch.Tensor
 def gradient(
     head: Any, product: torch.Tensor, tile: Tile, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the loss's gradient with respect to a tile of `Head.product`, maybe in the tile's memory.
+    """Return the loss's gradient for ``product``, a tile of `Head.product`. If ``product`` has ``dtype``, overwrite it.
 
     ``of_rows`` has tensors (n,) float32 with a value per label: the normaliser, the log-probability's gradient, the
     entropy's gradient, the entropy (or None).
@@ -34,7 +34,7 @@ def gradient(
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, tile: Tile, *others: Any) -> None:
-    """Start a kernel on logits = behind * tanh(before * product). Without a soft cap tanh is left out."""
+    """Start a kernel on the logits behind * tanh(before * product), or behind * before * product without a soft cap."""
     assert product.is_contiguous()
     labels, row, vocabulary = tile
     hidden = None if head.candidates is None else head.candidates.hidden(row, vocabulary).contiguous()

@@ -67,8 +67,9 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
     """Turn on training mode and gradients, if the layers are compiled and have no dropout.
 
-    In this context a check of the model compiles the graphs that training needs, and no others. No parameter may have a
-    gradient yet, because torch can't trace a gradient of a different dtype.
+    A check of the model in this context compiles the graphs that training needs. In evaluation mode, the check would
+    compile other graphs. No parameter may have a gradient yet, because torch can't trace a gradient that isn't in its
+    parameter's dtype.
     """
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):

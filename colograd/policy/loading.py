@@ -91,8 +91,8 @@ class Policy:
             return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)
         if asked:
             raise ValueError(
-                f"router_aux_loss_coef is {asked}, but {type(unwrap(self.model)).__name__} has no routers with logits "
-                "that transformers returns, and so no load-balancing loss: remove router_aux_loss_coef."
+                f"router_aux_loss_coef is {asked}, but {type(unwrap(self.model)).__name__} returns no router logits, "
+                "and so has no load-balancing loss: remove router_aux_loss_coef."
             )
         return 0.0
 
@@ -145,7 +145,7 @@ def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None,
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
-    """Load the policy, its adapter and its tokenizer, and check them. On a CPU, also check packed rows."""
+    """Load the policy, its adapter and its tokenizer, and check them. A run on a GPU checks packed rows later."""
     untouched = isinstance(model, str | os.PathLike)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
     if not untouched:
@@ -207,7 +207,7 @@ def load_policy(
 
 
 def proven_on(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """Return ``policy`` with packed or padded rows chosen again, by a check on ``prompts`` (with images)."""
+    """Return ``policy``, with padded rows if packed rows fail a check on ``prompts``, which may have images."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
@@ -219,8 +219,8 @@ def check_tokenizer(given: Any) -> None:
     kind = type(given).__name__
     if hasattr(given, "tokenizer"):
         raise ValueError(
-            f"processing_class is a {kind}, a processor of more than text, but the model reads only text: give the "
-            "processor's tokenizer (processing_class.tokenizer)."
+            f"processing_class is a {kind}, a multimodal processor, but the model reads only text in this run: pass "
+            "the processor's tokenizer (processing_class.tokenizer)."
         )
     raise ValueError(f"processing_class is a {kind}, but it must be a tokenizer of transformers, or None.")
 
@@ -236,7 +236,10 @@ def chat_template(path: str) -> str:
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
     if config.model_init_kwargs is not None:
-        raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
+        raise ValueError(
+            "model_init_kwargs is set, but the model was passed as an object: remove model_init_kwargs, or pass the "
+            "model's name or folder."
+        )
     if is_adapted(model) and peft_config is not None:
         raise ValueError(
             "The model is a PeftModel and peft_config is given too, but only one adapter is trained: give one of the "
@@ -282,7 +285,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
             raise
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}) Set "
+            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}). Set "
             "model_name_or_path to a folder that save_pretrained wrote, or to a Hub id. The quickstart's model is made "
             "by `make model` or `python -m colograd.apps.quickstart.quickstart`."
         ) from None
@@ -302,7 +305,7 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{path!r} has no configuration of a causal language model ({reason}) Give a folder with a config.json, or "
+            f"{path!r} has no configuration of a causal language model ({reason}). Give a folder with config.json, or "
             "a Hub id."
         ) from None
 
@@ -315,5 +318,5 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return {weight: bytes after quantisation} for the weights of an `outline` that loading would quantise."""
+    """Return {parameter: bytes after quantisation} for the parameters of an `outline` that ``settings`` quantise."""
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

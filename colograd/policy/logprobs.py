@@ -60,7 +60,7 @@ class ForwardStep:
         return inner(row)
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Return what `set_attn_implementation` needs to give the model's text layers the attention ``name``."""
+        """Return the `set_attn_implementation` argument that gives the model's text layers the attention ``name``."""
         return name
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""LoRA policies (peft): the layers with an adapter, the model inside a PeftModel, and the packed weights of a base."""
+"""LoRA policies (peft): layers with an adapter, the model inside a PeftModel, and quantised weights of a base model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PackedWeight: TypeAlias = Any  # A packed (e.g. quantised) weight (out, in), as 
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return a layer's packed weight, or None. Extensions list functions for this under "packed_weight" in `HOOKS`."""
+    """Return a layer's packed (e.g. quantised) weight, or None. Functions of the hook "packed_weight" look for it."""
     found = (find(module) for find in registry.hooks("packed_weight"))
     return next((packed for packed in found if packed is not None), None)
 
@@ -39,8 +39,8 @@ class Adapter:
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
     """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row of the matrix
-    W + scaling * B A to a trained length (arXiv 2402.09353, eq. 5). For E experts, A has E times the rows and B E times
-    the columns."""
+    W + scaling * B A to a trained length (arXiv 2402.09353, eq. 5). For E experts, A has shape (E * rank, in)
+    and B has shape (out, rank * E)."""
 
     name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
     parameter: str  # Name of the layer's weight, e.g. model.layers.0.self_attn.q_proj.weight. For experts: like `name`.

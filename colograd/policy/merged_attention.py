@@ -143,7 +143,7 @@ def slow(query: torch.Tensor) -> bool:
 
 
 def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the tensors (1, heads, tokens, ...) of each sequence, cut from ``tensors`` (all tokens, heads, ...)."""
+    """Split ``tensors`` (all tokens, heads, ...) by sequence. Yield a sequence's tensors (1, heads, tokens, ...)."""
     whole = [x.transpose(0, 1)[None] for x in tensors]
     return zip(*(x.split(call.lengths or x.shape[2], dim=2) for x in whole), strict=True)
 
@@ -169,7 +169,7 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
-    """Return a list of calls per depth d. At depth d, segments attend to the d-th segment in their `attends_to`."""
+    """Return, for each depth d, a list of calls in which segments attend to the d-th segment of their `attends_to`."""
     calls = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]
@@ -193,7 +193,7 @@ def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
     """Return the calls for flash attention, which takes many sequences at once. With a ``window`` each segment gets
-    its own copy of earlier keys, because the number of earlier keys in the window depends on the query."""
+    a copy of earlier keys in front of its own keys, because the kernel's window must cover all these keys."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

@@ -86,7 +86,7 @@ def is_dummy(row: PackedRow) -> bool:
 
 
 def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
-    """Return the identity of every completion in a row, and the completion's range among the row's N labels."""
+    """Return (`RolloutId`, range among the row's N labels) for each completion in a row."""
     lengths = [len(rollout.completion_ids) for part in row.parts for rollout in part.rollouts]
     ends = itertools.accumulate(lengths)
     return [(identity, slice(end - n, end)) for identity, n, end in zip(row.rollouts, lengths, ends, strict=True)]
@@ -137,7 +137,7 @@ def plan_rows(
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
-    """Return each completion's advantages: () for a single advantage, (C,) for one advantage per token."""
+    """Return a tensor per completion, of shape () for a single advantage, or (C,) for one advantage per token."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
         return tuple(group.advantages)

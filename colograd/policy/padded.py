@@ -69,7 +69,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """Run ``body`` on padded rows. Return the last hidden states in the packed row's order, (1, T, hidden).
 
-    Each key of ``of_layers`` names a field of the body's output. The key's list gets one tensor (T, ...) per layer.
+    ``of_layers`` maps names of the body's output fields to lists. Each list gets the field's tensor (T, ...) per layer.
     """
     rows = rows_of(batch.layout, batch.input_ids.device)
     inputs: dict[str, Any] = {
@@ -88,7 +88,7 @@ def hidden_states(
 
 
 def media_of(row: PackedRow) -> dict[int, tuple[Media, ...]] | None:
-    """Return {segment index: images of this prompt or completion}. None: the row has no images."""
+    """Return {segment index: images of this prompt or completion}, or None if the row has no images."""
     of_segments: list[tuple[Media, ...]] = []
     for part in row.parts:
         of_prompt = part.rollouts[0].input.media

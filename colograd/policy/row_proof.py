@@ -33,7 +33,7 @@ TOLERANCE, TOLERANCE_16_BIT = {torch.float32: 1e-3}, 0.1
 
 
 class RowSupport(NamedTuple):
-    """An extension's support of packed rows for layers without attention, listed under "rows" in its `HOOKS`."""
+    """An extension's functions for packed rows in layers without attention, listed under "rows" in its `HOOKS`."""
 
     layer_types: Callable[[Any], frozenset[str]]  # Returns a model's layer types that are supported.
     prepare: Callable[[Any], None]  # Changes the layers so that they take packed rows.
@@ -139,7 +139,7 @@ def choose_rows_where_it_trains(
 
 
 def _own_attention(model: Any) -> str:
-    """Return the name of the attention implementation for sequences outside packed rows."""
+    """Return the name of the attention implementation for rows that aren't packed, e.g. "sdpa"."""
     config, current = model.config.get_text_config(), model.config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None):
         return "eager"  # transformers' `sdpa` ignores soft caps of scores.
@@ -181,10 +181,11 @@ def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch
 def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None, thresholds: Sequence[int] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return absolute differences of the trainer's log-probabilities, in nats: to the sampler's, and to transformers'.
+    """Compare the trainer's log-probabilities with the sampler's, and with those of transformers' own forward.
 
-    transformers' forward uses the attention implementation ``own``. The trainer computes once for each of
-    ``thresholds``, values for `attention.keys_in_place_from`.
+    Return a tensor of absolute differences, in nats, for each of the two comparisons. transformers' forward uses the
+    attention implementation ``own``. The trainer's forward runs once per value in ``thresholds``, in
+    `attention.keys_in_place_from(value)`.
     """
     trained, to_sampler, to_own = [], [], []
     with evaluation_mode(model):

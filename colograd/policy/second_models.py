@@ -26,7 +26,7 @@ from .packing import collate
 
 
 class SecondModel(ABC):
-    """A reference or teacher model. Its module may be the policy's, with other weights while the model computes."""
+    """A reference or teacher model. `model` may be the policy's module, with other weights inside `present()`."""
 
     model: Any
     of_policy = True  # Whether the policy's kernels and its choice of packed or padded rows also hold for this model.
@@ -138,7 +138,7 @@ def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kin
 
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
-    """Return {`Kind.name`: bytes of its models on the policy's device, before sharding}."""
+    """Return the bytes of second models on the policy's device, before sharding, by `Kind.name`, e.g. "reference"."""
     nbytes = Counter[str]()
     for _, kind, each in _of_run(needs, config):
         nbytes[kind.name] += kind.nbytes(each, policy)

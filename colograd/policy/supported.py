@@ -23,7 +23,7 @@ BASE_QUANTIZATION = "base_quantization.json"  # File in an adapter's folder with
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Description of the model that a run will train, for `ModelFeature.check`. A named model isn't loaded yet."""
+    """Description of a run's policy or teacher for `ModelFeature.check`. A model given by name isn't loaded yet."""
 
     model_config: Any  # Configuration of the model, or of an adapter's base. None: it can't be read.
     config: GRPOConfig
@@ -124,7 +124,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
 
 
 def check_planned(model_config: Any, ranks: int) -> None:
-    """Raise a ValueError if a `ModelFeature` doesn't support ``ranks`` tensor-parallel ranks. For memory plans."""
+    """Raise a ValueError if the model of a memory plan can't be split over ``ranks`` tensor-parallel ranks."""
     for feature in features():
         feature.check_split(model_config, ranks)
 

@@ -1,4 +1,4 @@
-"""Models that read images or audio: their types, the names of their vision and audio modules, and what is frozen."""
+"""Models that read images or audio: model types, names of vision and audio modules, and the parts that are frozen."""
 
 from __future__ import annotations
 

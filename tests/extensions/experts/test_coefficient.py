@@ -32,5 +32,5 @@ def test_the_coefficient_of_the_routers_is_the_configurations_or_else_the_models
         assert experts.router_coef(settings) == found
         assert any("load-balancing" in line for line in experts.describe(settings, 1)) == bool(found)
     assert plain.router_coef(config()) == plain.router_coef(config(router_aux_loss_coef=0.0)) == 0.0
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.3, but LlamaForCausalLM has no routers .*remove"):
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.3, but LlamaForCausalLM returns no .*remove"):
         plain.router_coef(config(router_aux_loss_coef=0.3))

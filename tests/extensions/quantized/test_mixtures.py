@@ -40,7 +40,7 @@ def test_a_mixture_trains_an_adapter_on_a_base_of_4_bits(model_type: str, tmp_pa
         return closing(GRPOTrainer(str(model), tiny.vowels, config, tiny.prompts(), peft_config=adapter))
 
     if model_type not in BALANCED:
-        with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.01, but .* and so no load-balancing loss"):
+        with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.01, but .* and so has no load-balancing loss"):
             trainer(router_aux_loss_coef=0.01)
     found = trainer(**{"router_aux_loss_coef": 0.01} if model_type in BALANCED else {})
     found.train()
