@@ -384,10 +384,10 @@ def find_strategy(path: str) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
+    replaces = config.sharding != "none"
     if is_import_path(config.sharding):
-        find_strategy(config.sharding)
-        return
-    if optimizer is not None and config.sharding != "none":
+        replaces = find_strategy(config.sharding).share is not ShardingStrategy.share
+    if optimizer is not None and replaces:
         raise ValueError(
             f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "
             f"({type(optimizer).__name__}): each rank's optimizer has slices of parameters. Remove the argument "

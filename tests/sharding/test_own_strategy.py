@@ -60,3 +60,10 @@ def test_own_strategy_excludes_settings_of_others(setting, value, tmp_path) -> N
 
 def test_own_strategy_takes_any_optimizer(tmp_path) -> None:
     check_sharding(tiny.config(tmp_path, sharding=f"{__name__}:Counting", optim="adafactor"), object())
+
+
+def test_own_strategy_that_divides_parameters_builds_the_optimizer(tmp_path) -> None:
+    settings = tiny.config(tmp_path, sharding="colograd.sharding.zero:SharedGradients")
+    check_sharding(settings, None)
+    with pytest.raises(ValueError, match="SharedGradients', which can't use the optimizer passed"):
+        check_sharding(settings, object())
