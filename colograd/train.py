@@ -73,7 +73,9 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
-    """Make the trainer that a command line's arguments describe. If nothing is left to train, exit with status 0."""
+    """Make the trainer that a command line describes.
+
+    Without ``kind`` and `push_to_hub`, a run that has finished already exits with status 0."""
     import yaml
 
     from colograd.config import given_settings, parse_arguments

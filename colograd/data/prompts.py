@@ -116,7 +116,7 @@ class PromptRules:
                 if not getattr(self.tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
                     raise ValueError(
                         f"{where}: the prompt is a conversation, but {self.tokenizer.name_or_path} has no chat "
-                        "template. Use an instruction-tuned model or plain prompts, or set tokenizer.chat_template."
+                        "template. Use an instruction-tuned model or plain prompts, or set chat_template_path."
                     )
                 write = functools.partial(apply, tokenize=False, **arguments)
                 cleaned = [template_messages(messages, write) for messages in prompts]

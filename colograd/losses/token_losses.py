@@ -100,7 +100,7 @@ class DPPOLoss(TokenLoss):
 
     w = pi / sampler, or pi / pi_old without the sampler correction. No gradient flows through w. If A > 0, a token has
     no gradient if its probability rose by more than ``epsilon_high``. If A <= 0, a token has no gradient if its
-    probability fell by more than ``epsilon``. The paper uses 0.2 for both bounds and 20 for ``delta``."""
+    probability fell by more than ``epsilon``. The paper uses 0.15 for both bounds, its code 20 for ``delta``."""
 
     corrects: ClassVar[bool] = True
 

@@ -285,8 +285,8 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
             raise
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}). Set "
-            "model_name_or_path to a folder that save_pretrained wrote, or to a Hub id. The quickstart's model is made "
+            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}). Name "
+            "a folder that save_pretrained wrote, or a Hub id. The quickstart's model is made "
             "by `make model` or `python -m colograd.apps.quickstart.quickstart`."
         ) from None
     finally:

@@ -39,8 +39,8 @@ def check_model_name(name: str, revision: str | None = None) -> None:
     except Exception:  # Loading the model will give a clearer error.
         return
     raise ValueError(
-        f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Set "
-        "model_name_or_path to a folder that save_pretrained wrote, or to a Hub id. `make model`, or `python -m "
+        f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Name "
+        "a folder that save_pretrained wrote, or a Hub id. `make model`, or `python -m "
         "colograd.apps.quickstart.quickstart`, makes the model of the quickstart."
     )
 

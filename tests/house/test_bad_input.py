@@ -283,7 +283,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: load_policy("no/such/model/folder", None, config()),
         "'no/such/model/folder'",
         "neither a folder with a model nor a Hub model",
-        "Set model_name_or_path to a folder",
+        "Name a folder",
     ),
     "a vLLM that is too old": (vllm("0.24.9"), r"vLLM 0\.24\.9", r"0\.25 to 0\.32", "pip install"),
     "a vLLM that is too new": (vllm("0.34.0rc1"), r"vLLM 0\.34\.0rc1", r"0\.25 to 0\.32", "pip install"),

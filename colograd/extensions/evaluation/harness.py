@@ -178,7 +178,8 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
     if spec.n is not None and (not generates or repeats > 1):
         why = f"sets {repeats} repeats" if generates else "is scored by log-probabilities"
         raise ValueError(
-            f"{name}@{spec.n} asks for {spec.n} completions per question, but the task {why}: write {name}."
+            f"{spec.n} completions per question are requested (@{spec.n}), but the task {name!r} {why}: leave out "
+            f"@{spec.n}."
         )
     template = has_template and generates if rules.template is None else rules.template
     if template and not has_template:

@@ -1,6 +1,7 @@
 """Terms of the objective for a mixture of experts: the load-balancing loss, and the metrics of router replay.
 
-A packed row may contain a prompt once for several completions. The prompt's tokens count once per completion here.
+A packed row may contain a prompt once for several completions. `BalanceTerm` counts its tokens once per completion,
+`ReplayTerm` counts them once.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ...rewards.answers import Verdict
 SECONDS = 5
 # TRL's rule: the last \boxed{}, or else LaTeX behind words such as "the answer is".
 LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
-# lighteval's rule for MATH-500 and AIME: the last \boxed{}, or else other LaTeX, or else a bare number.
+# lighteval's rule for MATH-500 and AIME: the last \boxed{}, or else LaTeX or a number, first behind "answer".
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
 ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # Decimals to compare, as in math-verify and lighteval.
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())

@@ -64,8 +64,8 @@ def math_answer_reward(
 ) -> list[float | None]:
     """Return for each completion 1.0 if the answer behind its reasoning equals ``expected_answer``, else 0.0.
 
-    As in lighteval for MATH-500 and AIME, the answer is the last box. Without a box it is other LaTeX, and without
-    LaTeX a bare number. The reward is None if the expected answer can't be parsed.
+    As in lighteval for MATH-500 and AIME, the answer is the last box. Without a box it is the LaTeX or number behind
+    "answer", or else the last LaTeX or number. The reward is None if the expected answer can't be parsed.
     """
     begun = thought_begun(prompt_texts, len(completions))
     texts = [

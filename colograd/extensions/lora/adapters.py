@@ -150,7 +150,7 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
     if any(layer.module is head for layer in layers):
         raise ValueError(
             "The LoRA adapts the language-model head, but logits are computed in tiles from the head's weight alone: "
-            "remove the head from lora_target_modules, or train the whole head with lora_modules_to_save."
+            "remove the head from lora_target_modules. An untied head may be in lora_modules_to_save."
         )
     tied = bool(getattr(inner.config.get_text_config(), "tie_word_embeddings", False))
     ends = tuple(f"{name}." for name, module in inner.named_modules() if module is head or module is embedding)

@@ -93,7 +93,7 @@ def test_long_prompts_are_cut_at_their_beginning(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "changes", "said"),
     [
-        ("choices@2", {}, "the task is scored by log-probabilities: write choices"),
+        ("choices@2", {}, "the task 'choices' is scored by log-probabilities: leave out @2"),
         ("letters@2", {"temperature": 0.0}, "2 completions per question at temperature 0 would be equal"),
         ("nowhere/mine.yaml", {}, "can't be loaded: ValueError: there is no such file"),
     ],
