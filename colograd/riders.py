@@ -87,7 +87,7 @@ class Rider:
 
 
 class Media(Rider):
-    """Base class of content in a prompt that isn't text, e.g. images. Equal content gives equal objects and hashes."""
+    """Base class of content in a prompt that isn't text, e.g. images. Equal prompts give equal objects and hashes."""
 
     __slots__ = ()
     digest: str  # Digest of the content. Equal content has the same digest in every process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,8 @@ class EngineKnobs(TrainingArguments):
         rules = {f"must divide the number of ranks ({self.world_size})": self.world_size, together: per_node}
         for rule, ranks in rules.items():
             if per_engine < 1 or ranks % per_engine:
-                divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0 and self.world_size % n == 0]
+                both = math.gcd(self.world_size, per_node)
+                divisors = [str(n) for n in range(1, both + 1) if both % n == 0]
                 raise ValueError(
                     f"vllm_tensor_parallel_size is {per_engine}, but {rule}: choose one of {', '.join(divisors)}."
                 )

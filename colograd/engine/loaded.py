@@ -151,7 +151,7 @@ class LoadedVLLM:
         # still run, and resetting the prefix cache would destroy the batch's record of routed experts.
         while inner.scheduler.has_requests() or inner.batch_queue:
             self.core.step()
-        if not self.core.reset_prefix_cache():
+        if not self.core.reset_prefix_cache() and self.core.vllm_config.cache_config.enable_prefix_caching:
             raise RuntimeError(
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
                 "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."

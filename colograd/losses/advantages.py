@@ -110,7 +110,7 @@ def step_std(scores: Sequence[torch.Tensor]) -> float:
     """Compute the divisor of a step's advantages: 1e-4 plus the standard deviation of all ranks' scores. A collective.
 
     Args:
-        scores: a tensor [G] for each group that the step trains on this rank.
+        scores: a tensor [G] for each group that this rank sampled and the step trains.
     """
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON

@@ -145,10 +145,10 @@ class Lengths:
 def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     """Compute the bytes per token that one layer keeps for the backward, as in arXiv 2205.05198 (section 4.1).
 
-    An RMSNorm keeps its float32 input, the normalised input, and its output. Fused attention keeps three tensors of the
-    queries' size, the keys and the values. If attention copies keys, it also keeps ``copied`` keys and values per
-    token. Most MLPs keep gate, activated gate, up and product. In a mixture of experts, each expert that a token goes
-    through also keeps its input and output.
+    An RMSNorm keeps its float32 input, the normalised input, and its output. Fused attention keeps the keys, the
+    values, and three tensors of the queries' size. Attention that copies keys keeps ``copied`` more keys and values
+    per token. Most MLPs keep gate, activated gate, up and product. In a mixture of experts, each expert of a token
+    also keeps its input and output.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden

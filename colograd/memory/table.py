@@ -106,7 +106,7 @@ class MemoryPlan(RankBytes):
     def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
         """Return the plan with measured activations.
 
-        ``peak``: bytes of a forward and backward, with gradients and their exchange between ranks.
+        ``peak``: bytes of a forward and backward. The rows of gradients and of their exchange are subtracted from it.
         """
         activations = max(peak - self.gradients - self.exchange, 0)
         return dataclasses.replace(self, tokens=tokens, activations=activations, measured=True)

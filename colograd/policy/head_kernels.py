@@ -24,8 +24,8 @@ def gradient(
 ) -> torch.Tensor:
     """Return the loss's gradient for ``product``, a tile of `Head.product`. If ``product`` has ``dtype``, overwrite it.
 
-    ``of_rows`` has tensors (n,) float32 with a value per label: the normaliser, the log-probability's gradient, the
-    entropy's gradient, the entropy (or None).
+    ``of_rows`` has float32 tensors (n,), one value per label: the normaliser, the loss's gradients for log-probability
+    and entropy, and the entropy (or None).
     """
     result = product if product.dtype == dtype else torch.empty_like(product, dtype=dtype)
     grid = len(result), triton.cdiv(result.shape[1], BLOCK)

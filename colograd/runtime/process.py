@@ -158,7 +158,7 @@ def rank_variables() -> Iterator[None]:
 
 
 def drop_inherited_ranks() -> None:
-    """Remove rank variables that a parent process without a launcher set. The parent still uses the MASTER_PORT."""
+    """Remove rank variables that the parent process, not a launcher, has set: the parent still uses the MASTER_PORT."""
     process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
     if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
         for name in (*RANK_VARIABLES, RANK_OF_ONE):

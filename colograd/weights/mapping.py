@@ -159,8 +159,8 @@ def _match_by_shape(
 
     matches = [other for other, tensor in free.items() if is_like(other, tensor)]
     if len(matches) != 1 or sum(is_like(other, sources[other]) for other in missing) != 1:
-        shapes = ", ".join(f"{each} {tuple(sources[each].shape)}" for each in missing[:4])
-        raise UnmappedParameter(f"The engine has no tensor for {len(missing)} parameters: {shapes}. Use another model.")
+        shape = tuple(sources[name].shape)
+        raise UnmappedParameter(f"The engine has no tensor that is clearly {name} {shape}. Use another model.")
     return matches[0]
 
 

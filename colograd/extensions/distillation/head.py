@@ -90,9 +90,9 @@ class TeacherLogits:
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,), and log sum e^y (N,).
+        """Return the divergence (N,), and log sum e^y (N,) of the teacher's logits y.
 
-        ``total``: sum of e^(x - max x), (N,). ``normaliser``: log sum e^x, (N,)."""
+        ``total``: sum of e^(x - max x), (N,), with the policy's logits x. ``normaliser``: log sum e^x, (N,)."""
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 

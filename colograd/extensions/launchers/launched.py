@@ -26,7 +26,7 @@ def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
         sharding, requested = settings.get("sharding", config.sharding), request["sharding"]
         if sharding not in ("none", "auto", requested):
             raise ValueError(
-                f"sharding is {sharding!r}, but {name}, which the launcher or deepspeed asks for, is {requested!r}: "
+                f"sharding is {sharding!r}, but the launcher or deepspeed asks for {name}, which is {requested!r}: "
                 "remove one of them (recipes/accelerate_configs/ddp.yaml sets no sharding)."
             )
         settings |= request

@@ -95,8 +95,8 @@ def check_lora_config(peft_config: Any) -> None:
     start = peft_config.init_lora_weights
     if start not in PLAIN_STARTS:
         raise ValueError(
-            f"init_lora_weights is {start!r}, which changes the base's weights, so that the saved adapter wouldn't fit "
-            f"the base's checkpoint: set init_lora_weights to one of {', '.join(str(s) for s in PLAIN_STARTS)}."
+            f"init_lora_weights is {start!r}, but must be one of {', '.join(str(s) for s in PLAIN_STARTS)}: most other "
+            "values change the base's weights, so that the saved adapter wouldn't fit the base's checkpoint."
         )
     for name in UNSUPPORTED:
         if getattr(peft_config, name, None):

@@ -183,7 +183,7 @@ class Quantized(ModelFeature):
         if then != now:
             raise ValueError(
                 f"{folder!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
-                "load_in_4bit or load_in_8bit as in the run that trained the adapter."
+                "load_in_4bit, load_in_8bit and bnb_4bit_quant_type as in the run that trained the adapter."
             )
 
     def notes(self, policy: Policy, config: GRPOConfig) -> Iterator[str]:
