@@ -100,6 +100,7 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
         raise ValueError(
             f"{name}, but advantages are divided by the step's standard deviation, which has no penalty "
             f"(scale_rewards: {config.scale_rewards}, multi_objective_aggregation: "
-            f"{config.multi_objective_aggregation}): set scale_rewards: group, mean or none, and multi_objective_aggregation: sum_then_normalize."
+            f"{config.multi_objective_aggregation}): set scale_rewards: group, mean or none, and "
+            "multi_objective_aggregation: sum_then_normalize."
         )
     return RewardPenalty(config.kl_in_reward, config.kl_in_reward_estimator)
