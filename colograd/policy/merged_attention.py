@@ -162,8 +162,8 @@ def _window(call: Call) -> tuple[bool, dict[str, int]]:
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the forward and backward of torch's flash attention.
 
-    `torch.nn.attention.varlen` isn't used: since torch 2.14 it may call cuDNN. No documentation says that cuDNN's
-    backward accepts a merged output.
+    `torch.nn.attention.varlen` isn't used: since torch 2.14 it may call cuDNN. It isn't known whether
+    cuDNN's backward accepts a merged output.
     """
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
