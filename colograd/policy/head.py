@@ -77,7 +77,7 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def finish_(self, tile: torch.Tensor, row: slice, vocabulary: slice, keep_cap: bool = False) -> torch.Tensor | None:
-        """Apply soft cap and temperature to a `logits` tile in place. Tokens outside `candidates` get the logit `HIDDEN`.
+        """Apply soft cap and temperature to a `logits` tile in place. Logits outside `candidates` become `HIDDEN`.
 
         With ``keep_cap`` and a soft cap return t = tanh(tile / softcap): the derivative of the soft cap is 1 - t^2.
         """
