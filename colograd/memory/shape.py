@@ -29,7 +29,7 @@ NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a decoder model that its memory depends on, e.g. number of layers, hidden size and vocabulary size."""
+    """Sizes from which a decoder model's memory is computed, e.g. number of layers, hidden size and vocabulary size."""
 
     layers: int
     hidden: int
@@ -78,7 +78,7 @@ class Shape:
     def on_row_ranks(self, ranks: int) -> Shape:
         """Return the sizes on one of ``ranks`` ranks that divide the tokens of each row (sequence parallelism).
 
-        If the ranks can't divide the heads evenly, the sizes count more heads.
+        If ``ranks`` doesn't divide the numbers of query and key-value heads, copied and padding heads are counted.
         """
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
@@ -90,7 +90,7 @@ class Shape:
 
 
 class CopiedKeys(NamedTuple):
-    """Numbers of keys, attention scores and padding rows that attention has in memory, per token of a row."""
+    """Counts of keys, copied keys, attention scores and padding rows in attention's memory, each per token of a row."""
 
     kept: float = 0.0  # Copied keys that every layer keeps for the backward.
     inside: float = 1.0  # Keys, with copies, in memory while one layer's attention runs.
@@ -145,10 +145,10 @@ class Lengths:
 def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     """Compute the bytes per token that one layer keeps for the backward, as in arXiv 2205.05198 (section 4.1).
 
-    An RMSNorm keeps its float32 input, the normalised input, and its output. Fused attention keeps the keys, the
-    values, and three tensors of the queries' size. Attention that copies keys keeps ``copied`` more keys and values
-    per token. Most MLPs keep gate, activated gate, up and product. In a mixture of experts, each expert of a token
-    also keeps its input and output.
+    An RMSNorm keeps its input in float32, the normalised input, and the norm's output. Fused attention keeps the
+    keys, the values, and three tensors of the queries' size. Attention that copies keys keeps ``copied`` more keys
+    and values per token. Most MLPs keep gate, activated gate, up and product. In a mixture of experts, each expert
+    of a token also keeps its input and output.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -171,11 +171,12 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return estimates of the device memory that offloaded data still needs (hook "left_on_device" of an extension).
+    """Return an object that estimates the device memory of offloaded data (an extension's hook "left_on_device").
 
-    ``inputs``: number of offloaded layer inputs on the device at once. ``state(nbytes)``: bytes of buffers for an
-    offloaded optimizer state of ``nbytes``. ``sums(nbytes)``: bytes of buffers for offloaded gradient sums.
-    ``on_way(gradients, largest)``: peak bytes of gradients on the device, while a backward sends them to the host.
+    ``inputs`` is the number of offloaded layer inputs on the device at once. ``state(nbytes)`` returns the bytes of
+    device buffers for ``nbytes`` of optimizer state, and ``sums(nbytes)`` for ``nbytes`` of gradient sums.
+    ``on_way(gradients, largest)`` returns the peak bytes of gradients on the device, while a backward sends gradients
+    to the host. Its arguments are the bytes of all gradients and of the largest gradient.
     """
     (left,) = registry.hooks("left_on_device")
     return left
@@ -196,8 +197,8 @@ def activation_bytes(
 
     The peak is the largest of three moments of the backward:
     - Head: all layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
-      (`label_logprobs`), and the weight's gradient. The bytes of `Trained.on_way` are free at this moment, because no
-      gradient is in transfer to the host yet.
+      (`label_logprobs`), and the weight's gradient. `Trained.on_way` is subtracted: the plan has these bytes for
+      gradients in transfer to the host, but no gradient is in transfer yet.
     - Last layer: all layers' activations, the last layer's recomputed activations and gradients, and the gradient of a
       tied head's weight.
     - Embedding: the gradient of its output, and the gradient of its weight in the weight's dtype and in float32. For
@@ -234,7 +235,7 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Compute the bytes for ``sequences`` sequences of ``length`` tokens, as if no layer had a window."""
+        """Compute the bytes for ``sequences`` sequences of ``length`` tokens. Sliding windows are ignored."""
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM reserves one block. The last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

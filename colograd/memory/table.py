@@ -1,5 +1,5 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
-A reference or teacher model in host memory has no row: it computes before gradients exist, in memory for gradients."""
+Offloaded weights of reference and teacher models aren't counted: they leave the device before gradients exist."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class MemoryPlan(RankBytes):
     def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
         """Return the plan with measured activations.
 
-        ``peak``: bytes of a forward and backward. The rows of gradients and of their exchange are subtracted from it.
+        ``peak``: bytes of a forward and backward. The plan's `gradients` and `exchange` are subtracted from ``peak``.
         """
         activations = max(peak - self.gradients - self.exchange, 0)
         return dataclasses.replace(self, tokens=tokens, activations=activations, measured=True)

@@ -109,7 +109,7 @@ def back_off(
 ) -> tuple[PackingRules, list[StepBatch]]:
     """Halve the token budget after any rank ran out of memory. All ranks must call this.
 
-    Return the new rules, and all ``batches`` packed by the new rules. Memory ran out in the first ``among`` batches.
+    Return the new rules, and ``batches`` packed by these rules. Memory ran out in one of the first ``among`` batches.
     """
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
@@ -124,7 +124,7 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Return the step with its groups packed into new rows, none of which is trained yet. Per-token values, e.g.
+    """Return ``batch`` with its groups packed into new rows, none of which is trained yet. Per-token values, e.g.
     `old_logprobs`, are copied to the new rows if every old row has them."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):

@@ -1,7 +1,7 @@
 """Assign scored groups to ranks, so that all ranks train about equally long.
 
-A team is a set of ranks that train each row together. A block is the smallest set of consecutive ranks that divides
-no team and no vLLM engine."""
+A team is a set of ranks that train each row together. A block is the smallest set of consecutive ranks that
+consists of whole teams and of whole vLLM engines."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class RankLayout:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank is the first of its node. It writes files that each node needs once."""
+        """Whether this rank is the first of its node. The first rank writes the files that each node needs once."""
         return self.rank % self.ranks_per_node == 0
 
     @property

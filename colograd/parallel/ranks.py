@@ -48,7 +48,8 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
 def attempt() -> int:
     """Return torchrun's number of restarts if torchrun's agent hosts the rendezvous store, else 0.
 
-    A store that rank 0 hosts is new after each restart and needs no number. Nodes may count restarts differently."""
+    The number isn't used for a store that rank 0 hosts: such a store is new after each restart, and nodes may
+    count restarts differently."""
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 

@@ -1,8 +1,8 @@
 """Detect a rank that hangs: its training thread hasn't called `progress` for `rank_timeout` seconds.
 
 A rank that waits for other ranks or the Hub doesn't hang: its training thread is in `finish`, or in a function of the
-modules `WAITING`. If all threads of a process are stopped, e.g. by SIGSTOP, other ranks detect this (see `faults`). A
-check counts at most half of `rank_timeout`, so that a stopped process isn't ended as soon as it continues."""
+modules `WAITING`. If all threads of a process are stopped, e.g. by SIGSTOP, other ranks detect this (see `faults`). At
+most half of `rank_timeout` is counted between two checks, so that a stopped process isn't ended when it continues."""
 
 from __future__ import annotations
 

@@ -302,9 +302,9 @@ def packed_rows() -> AbstractContextManager[None]:
 
 @contextmanager
 def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
-    """Yield two sets of window sizes: of masks that transformers requests, and of calls of packed attention.
+    """Yield two sets: window sizes of masks that transformers requests, and window sizes passed to packed attention.
 
-    The sets are filled inside the context. Packed rows use no masks, so they ignore a window that only masks have.
+    The sets are filled inside the context. Packed rows use no masks, so a window that only masks have isn't applied.
     """
     windows = set[int](), set[int]()
     with _with_globals(_watching=windows):

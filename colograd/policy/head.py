@@ -77,7 +77,7 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def finish_(self, tile: torch.Tensor, row: slice, vocabulary: slice, keep_cap: bool = False) -> torch.Tensor | None:
-        """Apply soft cap and temperature to a tile of `logits` in place, and hide tokens that aren't `candidates`.
+        """Apply soft cap and temperature to a `logits` tile in place. Logits outside `candidates` become `HIDDEN`.
 
         With ``keep_cap`` and a soft cap return t = tanh(tile / softcap): the derivative of the soft cap is 1 - t^2.
         """
@@ -146,7 +146,7 @@ def label_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: Head,
     entropy_gradient: bool = False, other: OtherDistribution | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Compute each label's log-probability, entropy and, with ``other``, reverse KL divergence KL(policy || other).
+    """Compute each label's log-probability, entropy and, with a teacher's distribution ``other``, KL(policy || other).
 
     The results are (N,) float32 in nats (float64 for float64 weights). The entropy is differentiable only with
     ``entropy_gradient``. ``hidden`` (N, hidden) predicts the labels. ``weight`` (V, hidden) may be this rank's shard.
@@ -160,9 +160,9 @@ def label_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The part of the loss's gradient from entropy and KL divergence, for a tile of logits (n labels, c columns).
+    """The loss's gradient through entropy and KL divergence, with respect to a tile of logits (n labels, c columns).
 
-    This part is p (slope log p - constant - logq), p = softmax of the logits, plus `more` in K columns of each label.
+    It is p (slope log p - constant - logq) with p = softmax(logits). In K columns per label, `more` is added.
     """
 
     slope: torch.Tensor  # The factor `slope` of each label, (n,).

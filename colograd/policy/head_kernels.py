@@ -34,7 +34,7 @@ def gradient(
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, tile: Tile, *others: Any) -> None:
-    """Start a kernel on the logits behind * tanh(before * product), or behind * before * product without a soft cap."""
+    """Start a kernel on a tile of logits, `behind` * tanh(`before` * product). Without a soft cap, tanh is left out."""
     assert product.is_contiguous()
     labels, row, vocabulary = tile
     hidden = None if head.candidates is None else head.candidates.hidden(row, vocabulary).contiguous()

@@ -114,9 +114,9 @@ def _forward(
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # The first line may only name the backend.
         raise NotCompiled(
-            f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU torch needs "
-            "a C++ compiler (g++, or the compiler in CXX), on a GPU Triton and a C compiler. Otherwise set "
-            "torch_compile to false."
+            f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}). Torch needs "
+            "a C++ compiler on a CPU (g++, or the compiler in CXX), and Triton and a C compiler on a GPU: install "
+            "missing programs, or set torch_compile to false."
         ) from error
 
 

@@ -52,7 +52,7 @@ class ForwardStep:
     of_rows = False  # Whether reference and teacher models need this step as well, because of data in the rows.
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        """Wrap the whole forward: return the tensors of ``inner(row)``. The model's hooks run around this call."""
+        """Wrap the whole forward: return the tensors of ``inner(row)``. The model's hooks run around this method."""
         return inner(row)
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:

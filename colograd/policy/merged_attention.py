@@ -162,8 +162,8 @@ def _window(call: Call) -> tuple[bool, dict[str, int]]:
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the forward and backward of torch's flash attention.
 
-    `torch.nn.attention.varlen` isn't used: since torch 2.14 it may call cuDNN, whose backward may not take a merged
-    output.
+    `torch.nn.attention.varlen` isn't used: since torch 2.14 it may call cuDNN. It isn't known whether
+    cuDNN's backward accepts a merged output.
     """
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
@@ -192,8 +192,8 @@ def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
 
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
-    """Return the calls for flash attention, which takes many sequences at once. With a ``window`` each segment gets
-    a copy of earlier keys in front of its own keys, because the kernel's window must cover all these keys."""
+    """Return the calls for flash attention, which takes many sequences at once. With a ``window``, the last
+    ``window`` - 1 earlier keys are copied in front of a segment's own keys: the kernel's window needs adjacent keys."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

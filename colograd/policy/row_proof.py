@@ -184,8 +184,8 @@ def differences(
     """Compare the trainer's log-probabilities with the sampler's, and with those of transformers' own forward.
 
     Return a tensor of absolute differences, in nats, for each of the two comparisons. transformers' forward uses the
-    attention implementation ``own``. The trainer's forward runs once per value in ``thresholds``, in
-    `attention.keys_in_place_from(value)`.
+    attention implementation ``own``. ``thresholds``: arguments of `attention.keys_in_place_from`. The trainer's
+    forward runs once with each threshold.
     """
     trained, to_sampler, to_own = [], [], []
     with evaluation_mode(model):
