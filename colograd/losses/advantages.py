@@ -119,7 +119,7 @@ def step_std(scores: Sequence[torch.Tensor]) -> float:
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
     """Divide each step's advantages by its `step_std`, if the run's settings require that. A collective.
 
-    The advantages of a group that no step trains are divided by the `step_std` of the step that sampled it."""
+    A group that no step trains is only logged. Its divisor is the `step_std` of the step that it was sampled for."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

@@ -57,7 +57,7 @@ class LossTerm:
         return ()
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        """Return the step, with advantages changed by this term. Its rows have the reference's and teachers' values."""
+        """Return the step with advantages changed by this term. ``step`` has the reference's and teachers' values."""
         return step
 
     def with_constants(self, step: StepBatch) -> StepBatch:

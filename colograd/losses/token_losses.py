@@ -144,8 +144,9 @@ class SAPOLoss(OverCompletions):
 class VESPOLoss(TokenLoss):
     """A Gamma-shaped weight of the whole completion (VESPO, arXiv 2602.10693): -phi(w) * A * log pi.
 
-    phi(w) = e^lambda w^k e^(-lambda w), without gradient. k is ``vespo_k_pos`` if A >= 0, else ``vespo_k_neg``.
-    lambda follows the same rule. w is the product of the completion's ratios pi / pi_old and sampler corrections."""
+    phi(w) = e^lambda w^k e^(-lambda w), without gradient. k and lambda are ``vespo_k_pos`` and ``vespo_lambda_pos`` if
+    A >= 0, else ``vespo_k_neg`` and ``vespo_lambda_neg``. w is the product of the ratios pi / pi_old and of the sampler
+    corrections of all the completion's tokens in the loss."""
 
     corrects: ClassVar[bool] = True
 

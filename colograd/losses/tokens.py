@@ -68,7 +68,7 @@ class Tokens:
     def log_ratio_to_sampler(self) -> torch.Tensor:
         """The log-ratios log(pi / sampler), (N,), without gradient; 0 outside the loss mask.
 
-        They are log(pi / pi_old) where the sampler's probability is unknown, and without the sampler correction."""
+        In a run without the sampler correction, and where the sampler's probability is unknown: log(pi / pi_old)."""
         own = self.log_ratio.detach()
         if self.correction is None:
             return own
@@ -119,7 +119,7 @@ class TokenLoss(ABC):
         return float(max(step.num_loss_tokens, 1))
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
-        """Return metrics: means, minima, maxima. Called without gradient, for rows with a token in the loss."""
+        """Return three dicts of metrics: means, minima, maxima. Called under `no_grad`, for rows with loss tokens."""
         return {}, {}, {}
 
 
@@ -134,7 +134,8 @@ class OverCompletions(TokenLoss):
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's clip metrics: the share of tokens that a bound clips, and its minimum or maximum over completions.
+    """Compute TRL's clip metrics: the shares of tokens clipped by the lower bound, the upper bound and either; the
+    smallest share that the lower bound clips in a completion, and the largest that the upper bound clips.
 
     Args:
         below: (N,) bool, tokens below the lower bound.

@@ -41,8 +41,8 @@ def _ample(run: RunDescription) -> int:
 
 
 def fits(run: RunDescription, strategy: str) -> bool:
-    """Return whether a run fits its device. Activations are only estimated, and count only if the plan chooses the
-    size of the KV cache (on a GPU, unless the user has set it)."""
+    """Return whether a run fits its device. Activations, which are only estimated, are ignored on a CPU, and if the
+    user has set the KV cache's size or the engine's fraction of memory."""
     plan = best_plan(run, strategy)
     return plan.takes(run.need.least) if run.plans_cache else _known_fits(run, plan)
 
@@ -79,7 +79,7 @@ def auto(run: RunDescription) -> str:
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
     """Return the first interval in ``able`` that makes the run fit. Interval n checkpoints every n-th layer, 0 none.
 
-    If the run fits with no interval, return the last one.
+    If no interval makes the run fit, return the last one.
     """
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:

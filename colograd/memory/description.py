@@ -37,7 +37,7 @@ PLANNED_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """Model sizes. ``weights``, ``gradients``, ``optimizer``, ``packed`` and item sizes are bytes, others elements."""
+    """Model sizes. ``weights``, ``gradients``, ``optimizer``, ``packed``, item sizes: bytes. Other fields: elements."""
 
     elements: int
     trained: int
@@ -277,7 +277,7 @@ def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tu
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
-    """Describe all ranks' devices. Memory of ``model`` counts as free, because a plan includes it. A collective."""
+    """Describe all ranks' devices. Memory of ``model`` counts as free: a memory plan adds the model. A collective."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         free, total = torch.cuda.mem_get_info(device)

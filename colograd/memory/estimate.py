@@ -2,14 +2,15 @@
 bfloat16 policy and the optimizer `adamw_split`:
 
     strategy    engine   policy            gradients   optimizer state   temporary
-    none        2/T      0 (T = 1) or 2    4           10                nothing
-    optimizer   2/T      0 or 2            4           10/N              buckets in exchange
-    gradients   2/T      0 or 2            4/N         10/N              buckets in exchange
+    none        2/T      0 or 2            4           10                nothing
+    optimizer   2/T      0 or 2            4           10/N              buckets of gradients to sum
+    gradients   2/T      0 or 2            4/N         10/N              buckets of gradients to sum
     tensor      2/T      0                 4/T         10/T              nothing
-     +optimizer 2/T      0                 4/T         10/N              buckets in exchange
-     +gradients 2/T      0                 4/N         10/N              buckets in exchange
-    fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
+     +optimizer 2/T      0                 4/T         10/N              buckets of gradients to sum
+     +gradients 2/T      0                 4/N         10/N              buckets of gradients to sum
+    fsdp        2/T      2/N               4/N         10/N              weights and gradients of the largest block
 
+The policy takes 0 bytes if its parameters are the engine's tensors. The first three strategies need T = 1 for this.
 Each rank of an engine has all norms. If there are fewer key-value heads than T, several ranks have the same head. The
 estimate ignores these copies, and divides norms and heads by T.
 """

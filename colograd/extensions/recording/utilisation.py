@@ -1,7 +1,7 @@
 """Model FLOPs of a training step, and the device's peak FLOP/s.
 
-FLOPs = 6 x the layers' matrices (4 x if frozen) x tokens of packed rows
-      + 6 x the head's matrix (4 x if frozen) x predicted tokens
+FLOPs = 6 x elements of the layers' matrices (4 x if frozen) x tokens of packed rows
+      + 6 x elements of the head's matrix (4 x if frozen) x predicted tokens
       + 12 x layers x heads x head size x pairs of a query and a key that the query attends to
 
 Recomputed activations, norms and the optimizer aren't counted. Sliding-window attention counts as full attention.

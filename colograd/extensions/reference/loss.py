@@ -32,7 +32,8 @@ class KLTerm(LossTerm):
     def divergence(self, tokens: Tokens) -> torch.Tensor:
         """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.
 
-        log(reference / pi) is clamped to at most 20, else k3 could overflow. A clamped token has no gradient."""
+        log(reference / pi) is clamped to at most 20, else k3 could overflow. A clamped token has no gradient. With
+        `use_bias_correction_kl` k3 is multiplied by pi / pi_old."""
         difference = (tokens.batch.scores["ref_logprobs"] - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
         bounded = difference.clamp(max=MOST_LOG_RATIO)
         kl = bounded.exp() - bounded - 1

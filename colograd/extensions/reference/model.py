@@ -33,7 +33,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
 
     Args:
         offload: whether the copy's weights are in host memory while the copy doesn't compute.
-        follows: text for the log about the mixing of the policy into the copy. "": the copy stays constant.
+        follows: description for the log of how the policy is mixed into the copy. "": the copy stays constant.
         place: device to make the copy on if ``offload`` is false. None: ``device``, where the copy computes.
     """
 
@@ -117,13 +117,13 @@ class OfAdapter(SecondModel):
 def check_reference(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
-            "sync_ref_model is true and sharding is 'fsdp', but each rank has only a part of the policy's weights and "
-            "can't mix it into the reference: set sharding: gradients, or sync_ref_model: false."
+            "sync_ref_model is true and sharding is 'fsdp', but this version can't mix an FSDP-sharded policy into the "
+            "reference: set sharding: gradients, or sync_ref_model: false."
         )
     if config.sync_ref_model and policy.adapter is not None:
         raise ValueError(
-            "sync_ref_model is true, but the policy trains an adapter. The reference is the same model without the "
-            "adapter or with its initial values: there is no second model to mix. Set sync_ref_model: "
+            "sync_ref_model is true, but the policy trains an adapter. The reference is the policy without the "
+            "adapter, or with the adapter's initial values: there is no second model to mix. Set sync_ref_model: "
             "false, or train the whole model."
         )
     return policy
@@ -137,7 +137,7 @@ def _keeps_no_copy(policy: Policy) -> bool:
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
     """Return the bytes that the reference takes on the policy's device, before FSDP divides its weights among ranks.
 
-    Offloaded weights count as 0, because they are on the device only while no gradients exist.
+    Offloaded weights count as 0: they are on the device only while the reference computes, before gradients exist.
     """
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:

@@ -90,7 +90,7 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
         return None
     name = f"kl_in_reward is {config.kl_in_reward:g}"
     if config.kl_in_reward < 0:
-        raise ValueError(f"{name}, but must be at least 0: it is subtracted from the rewards.")
+        raise ValueError(f"{name}, but must be at least 0, as the factor of a penalty. Set kl_in_reward to 0 or more.")
     registry.require("reference", f"kl_in_reward: {config.kl_in_reward:g}")
     if config.kl_in_reward_estimator not in ESTIMATORS:
         raise ValueError(
@@ -98,7 +98,7 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
         )
     if config.scale_rewards.startswith("batch") or config.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
-            f"{name}, but advantages are divided by the step's standard deviation, which has no penalty "
+            f"{name}, but advantages are divided by a standard deviation of the step's rewards without the penalty "
             f"(scale_rewards: {config.scale_rewards}, multi_objective_aggregation: "
             f"{config.multi_objective_aggregation}): set scale_rewards: group, mean or none, and "
             "multi_objective_aggregation: sum_then_normalize."

@@ -2,7 +2,7 @@
 
 Before attention the ranks exchange queries, keys and values, so that each rank has all tokens for some of the heads.
 After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank computes the same
-loss from all labels (target tokens), and takes the gradient of its own labels only.
+loss from all labels (target tokens), and backpropagates it through its own labels' values only.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class RowPart:
         return self._to_heads(by_rank)[None]
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's rows, from (H, ...), for the heads that `to_all_tokens` gives this rank."""
+        """Return the rows of a parameter (H, ...) for this rank's heads, which are the same as in `to_all_tokens`."""
         each = -(-len(of_heads) // self.group.size)
         behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
         return F.pad(of_heads, behind).split(each)[self.group.place]
@@ -169,7 +169,7 @@ class RowStep(ForwardStep):
 
     @classmethod
     def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowStep:
-        """Make this rank's step and groups. A collective. ``engine``: the engine's ranks if they divide the policy."""
+        """Make this rank's step with its process groups. A collective. ``engine``: tensor-parallel ranks, if any."""
         sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
         if engine is None:
             return cls(sequence, sequence)
@@ -246,8 +246,8 @@ class SharedTokens(SharedRows):
         remove(self.model, RowStep)
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss reaches the same parameters on all ranks of the row. If only some ranks use an
-        expert, a deadlock is possible: these wait for a sum of the expert's gradients, others to exchange heads."""
+        """Return whether the loss reaches the same parameters on all ranks of the row. Otherwise a deadlock is
+        possible: ranks that use an expert wait to sum its gradient, while the other ranks wait to exchange heads."""
         if self._reach_all:
             return True
         # The check takes time, because it visits the whole autograd graph. A model without experts isn't checked again

@@ -34,7 +34,8 @@ class PromptStream(torch.utils.data.IterableDataset):
         check_columns(dataset, rules.name)
         if rules.reader is not None:
             raise ValueError(
-                f"{rules.name} is streamed, but a model that reads images needs a whole dataset: set streaming: false."
+                f"{rules.name} is streamed, but a model that reads images needs a whole dataset: load the dataset "
+                "without streaming."
             )
         self.dataset, self.rules = dataset.with_format(None), rules
         self.longest = rules.max_prompt_tokens  # Upper bound of prompts' tokens, as later prompts are unknown.

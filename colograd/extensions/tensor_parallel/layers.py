@@ -39,9 +39,9 @@ class VocabularyPart:
     def combine(
         self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Combine the ranks' statistics of their vocabulary shards into the statistics of the whole vocabulary.
-        ``maximum`` is each label's largest logit m in the shard. ``sums`` are three tensors: the label's logit (0 if
-        another shard has it), the sum of e^(x - m) (x - m), and the sum of e^(x - m), over the shard's logits x."""
+        """Combine the ranks' statistics of their vocabulary shards into the statistics of the whole vocabulary. For
+        each label (target token), ``maximum`` is the largest logit m in the shard. ``sums`` are the label's own logit
+        (0 if another shard has it), and the sums of e^(x - m) (x - m) and of e^(x - m) over the shard's logits x."""
         label_logit, moment, total = sums
         largest = self.group.max_(maximum.clone())
         fall = maximum - largest

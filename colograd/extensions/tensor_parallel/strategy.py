@@ -64,8 +64,8 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return (slice, shard) for each parameter. The slice's destination is all memory that this rank's engine has for
-    the parameter. The shard is the part of the parameter in this memory."""
+    """Join each parameter's slices to one, and return (slice, shard) per parameter. The slice's destination is this
+    rank's engine memory for the parameter. The shard describes the part of the parameter in this memory."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
         same_name = list(group)
@@ -189,7 +189,7 @@ class TensorParallel(TensorStrategy, WholeCopies):
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: Write = save_file
     ) -> bool:
-        """Write the optimizer state of this rank's policy part if any rank of the engine has ``keep``. A collective."""
+        """Write the optimizer state of this rank's policy part if ``keep`` is true on any engine rank. A collective."""
         engine = self.cut.engine
         keeps = gather(keep)
         if any(keeps[rank] for rank in engine.ranks):

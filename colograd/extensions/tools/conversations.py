@@ -197,7 +197,7 @@ class Conversations:
                 asked = self.rules.changed({**prompt.example, "prompt": conversation.asked}, where)
             if asked is None:
                 raise ValueError(
-                    f"{where}: with the text that reset returned the prompt has more than "
+                    f"{where}: with the text that reset returned, the prompt has more than "
                     f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less text."
                 )
             conversation.input = conversation.read = asked

@@ -40,8 +40,8 @@ class ToolFormat:
             shown = f"({type(error).__name__}: {error})"
         if "{'type': 'text'" in shown:
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path} writes a list of content parts as Python code, but a "
-                "model that reads images needs the parts: set chat_template_path to a template that writes each part."
+                f"the chat template of {tokenizer.name_or_path} writes a message's list of content parts as Python "
+                "code, but must write each part's text or image: set chat_template_path to a template that does."
             )
         for part in ("the_name", "the_argument", "the value", "the answer"):
             if part not in shown:

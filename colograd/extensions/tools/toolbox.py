@@ -152,7 +152,7 @@ class Toolbox:
         return {"tools": self.schemas(row) or None}
 
     def open(self, row: dict[str, Any]) -> tuple[Environment | None, list[RunningCall]]:
-        """Begin a row's conversation. Return an environment with its running ``reset`` call, or None and no call."""
+        """Begin a row's conversation. Return (environment, [``reset`` call]), or (None, []) without environments."""
         if not self.factories:
             return None, []
         environment = self.environments.lend(self._factory_of(row))
@@ -253,7 +253,7 @@ class Toolbox:
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """Put ``error`` in place of the content of each message that has images."""
+        """Return ``messages`` with the text of ``error`` as the content of each message that has images."""
         shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):

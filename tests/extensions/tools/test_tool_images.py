@@ -116,7 +116,7 @@ def test_a_template_must_write_the_parts_of_tools_answers(form: ToolFormat) -> N
     processor.chat_template = processor.chat_template.replace("{% for part", message + "{% for part", 1).replace(
         "{% endfor %}{% for c", "{% endfor %}{% endif %}{% for c"
     )
-    with pytest.raises(ValueError, match="writes a list of content parts as Python code, but a model that reads"):
+    with pytest.raises(ValueError, match="writes a message's list of content parts as Python code, but must write"):
         ToolFormat(processor.tokenizer, {}, ImageReader(processor, form.reader.image_token))
 
 
