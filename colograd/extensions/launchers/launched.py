@@ -88,7 +88,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Request:
                 f"and set {key}."
             )
     if (config.get("fp16") or {}).get("enabled") in (True, "true"):
-        raise ValueError(f"{origin} enables fp16, but policies train in bfloat16 or float32: remove section fp16.")
+        raise ValueError(f"{origin} enables fp16, but policies train in bfloat16 or float32: remove its section fp16.")
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if str(stage) not in ("0", "1", "2", "3"):

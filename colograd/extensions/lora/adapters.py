@@ -95,7 +95,7 @@ def check_lora_config(peft_config: Any) -> None:
     start = peft_config.init_lora_weights
     if start not in PLAIN_STARTS:
         raise ValueError(
-            f"init_lora_weights is {start!r}, but most such values change the base, so that the saved adapter wouldn't "
+            f"init_lora_weights is {start!r}, which may change the base's weights, so that the saved adapter wouldn't "
             f"fit the base's checkpoint: set init_lora_weights to one of {', '.join(str(s) for s in PLAIN_STARTS)}."
         )
     for name in UNSUPPORTED:

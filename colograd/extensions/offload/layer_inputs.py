@@ -62,7 +62,7 @@ class LayerInputs(HostStream):
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return a host block of at least ``nbytes``, and the event of its last copy, or None for a new block.
+        """Return a host block of at least ``nbytes``, and the event of its last copy (None for a new block).
 
         Smaller blocks in `free` may be released."""
         self._largest = max(self._largest, nbytes)

@@ -61,7 +61,7 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Return the bytes (to the GPU, to the host) of a step that trains a whole generation. ``tokens``: per micro-batch.
+    """Return the PCIe bytes (to GPU, to host) of a step that trains a whole generation. ``tokens``: per micro-batch.
 
     Each micro-batch copies gradients to the host. Gradient sums are copied to the GPU by each micro-batch except the
     first, once for the norm, and once for the optimizer. The last `KEPT` layer inputs stay on the GPU."""
@@ -77,7 +77,7 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return the changes of ``run``'s fields that make it fit into memory with the fewest seconds of copies.
+    """Return changes of ``run``'s fields so that the run fits into memory, with the fewest seconds of PCIe copies.
 
     Return {} if the run fits unchanged, if no changes help, or if ``strategy`` is FSDP or tensor parallelism. ``host``:
     bytes of host memory for this rank."""

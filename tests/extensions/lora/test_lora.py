@@ -176,7 +176,7 @@ REFUSED = {
     "a start that edits the base": (
         lambda f: adapted(f, init_lora_weights="olora"),
         "'olora'",
-        "change the base, so that",
+        "change the base's weights",
         "set init_lora_weights to one of True",
     ),
     "a bias of the adapter": (lambda f: adapted(f, lora_bias=True), "lora_bias", "can't be published", "remove it"),
