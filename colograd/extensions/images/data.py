@@ -57,7 +57,7 @@ class ImageReader:
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
                 f"{rules.where(row)}: with its images the prompt has {len(made.ids)} tokens, over the "
-                f"limit of {rules.max_prompt_tokens}. Fewer were counted at start. Remove this row."
+                f"limit of {rules.max_prompt_tokens}. The count at start was lower. Remove this row from the dataset."
             )
         self._latest[row] = made
         size = 1 if made.media is None else max(1, made.media.nbytes)
@@ -297,7 +297,7 @@ def most_images(prompts: Prompts) -> int:
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt with images, as a list, for the check of packed rows at start, or [] without images."""
+    """Return a list with one image prompt for the check of packed rows at start, or [] if the run has no images."""
     if (reader := reader_of(policy)) is None:
         return []
     if most_images(prompts[0]):

@@ -69,7 +69,7 @@ class Images(Media):
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
         """Join the images of a prompt and of the tokens that follow the prompt.
 
-        If one of the two has no images, `STAND_IN` replaces its placeholder tokens, so that vLLM puts no image there.
+        If either has no images, `STAND_IN` replaces placeholder tokens in it, so that vLLM puts no image there.
         """
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]

@@ -86,7 +86,7 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Compute the last hidden states (B, L, hidden) of padded rows. ``chains``: per row, its segments' indices."""
+    """Compute the last hidden states (B, L, hidden) of padded rows. ``chains``: indices of each row's segments."""
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -165,7 +165,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 class _Beside(torch.autograd.Function):
-    """Identity of the first tensor. Other inputs get zero gradients, so that the vision tower's backward runs too."""
+    """Identity of the first input. Image features get zero gradients, so that all ranks run the tower's backward."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

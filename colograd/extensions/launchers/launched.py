@@ -20,21 +20,21 @@ Request = tuple[str, dict[str, Any]]  # Name of a requested method, such as FSDP
 
 
 def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
-    """Return the settings that replace the launcher's and ``deepspeed``'s requests, and a log line about them or ""."""
+    """Return the settings for the requested sharding, and a log line. Without a request, return {} and ""."""
     made, settings = requests(config.deepspeed), dict[str, Any]()
     for name, request in made:
         sharding, requested = settings.get("sharding", config.sharding), request["sharding"]
         if sharding not in ("none", "auto", requested):
             raise ValueError(
-                f"sharding is {sharding!r}, but the launcher or deepspeed asks for {name}, which is {requested!r}: "
-                "remove one of them (recipes/accelerate_configs/ddp.yaml sets no sharding)."
+                f"sharding is {sharding!r}, but the launcher or deepspeed requests {name}, which is {requested!r}: "
+                "remove one of the two (recipes/accelerate_configs/ddp.yaml requests no sharding)."
             )
         settings |= request
     return settings, f"sharding: {made[0][0]}, as requested, is sharding: {settings['sharding']} here" if made else ""
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
-    """Return the sharding requests of the launcher and of ``deepspeed``. Move the launcher's to the variable `KEPT`."""
+    """Return the launcher's and ``deepspeed``'s sharding requests. Move the launcher's to the variable `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't supported: launch with `torchrun`, and set sharding."
@@ -88,7 +88,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Request:
                 f"and set {key}."
             )
     if (config.get("fp16") or {}).get("enabled") in (True, "true"):
-        raise ValueError(f"{origin} enables fp16, but policies train in bfloat16 or float32: remove the section.")
+        raise ValueError(f"{origin} enables fp16, but policies train in bfloat16 or float32: remove its section fp16.")
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if str(stage) not in ("0", "1", "2", "3"):

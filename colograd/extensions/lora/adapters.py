@@ -49,8 +49,8 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
                     "such as a mixture's experts: set lora_dropout: 0, or adapt only the attention's layers."
                 ) from None
             raise ValueError(
-                f"peft can't adapt {type(model).__name__} ({reason}) Set lora_target_modules (the LoraConfig's "
-                "target_modules) to names of its linear layers, or to all-linear."
+                f"peft can't adapt {type(model).__name__} ({reason}): set lora_target_modules (target_modules "
+                "in a LoraConfig) to names of the model's linear layers, or to all-linear."
             ) from None
 
 
@@ -95,8 +95,8 @@ def check_lora_config(peft_config: Any) -> None:
     start = peft_config.init_lora_weights
     if start not in PLAIN_STARTS:
         raise ValueError(
-            f"init_lora_weights is {start!r}, but must be one of {', '.join(str(s) for s in PLAIN_STARTS)}: most other "
-            "values change the base's weights, so that the saved adapter wouldn't fit the base's checkpoint."
+            f"init_lora_weights is {start!r}, which may change the base's weights, so that the saved adapter wouldn't "
+            f"fit the base's checkpoint: set init_lora_weights to one of {', '.join(str(s) for s in PLAIN_STARTS)}."
         )
     for name in UNSUPPORTED:
         if getattr(peft_config, name, None):

@@ -127,7 +127,7 @@ class HostSums:
         self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
 
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """Return a sum, or None without a gradient. Its values are valid only after `settle`."""
+        """Return the sum ``key``, or None if there is no such sum. The values are valid only after `settle`."""
         return self.places[key] if key in self._arrived else None
 
     def pop(self, key: Hashable) -> torch.Tensor | None:

@@ -62,7 +62,9 @@ class LayerInputs(HostStream):
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return host memory of at least ``nbytes``, and the event of its last copy if any. Release smaller blocks."""
+        """Return a host block of at least ``nbytes``, and the event of its last copy (None for a new block).
+
+        Smaller blocks in `free` may be released."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -98,7 +100,7 @@ class _Input:
             self.come = self.owner.copy(flat, self.place, self.owner.filling, self.sent)
 
     def __del__(self) -> None:
-        """Make the host memory reusable. Its next user waits for the event of its last copy."""
+        """Add the host block to `owner.free`. The next copy into the block waits for the block's last copy."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
             last.wait(self.stream)
             self.owner.free.append((self.whole_place, last))

@@ -35,7 +35,7 @@ LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=o
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Offloading settings, their memory plan, and the bytes copied over PCIe to train a generation's completions."""
+    """Offloading settings, their memory plan, and the bytes over PCIe of a step that trains a whole generation."""
 
     name: str
     run: RunDescription
@@ -45,7 +45,7 @@ class Way:
     to_host: int
 
     def seconds(self, speed: float) -> float:
-        """Return the seconds of a step's copies at ``speed`` (GB/s per direction). Computation may hide a part."""
+        """Return the seconds of a step's copies at ``speed`` (GB/s per direction), without overlap with computation."""
         return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
@@ -61,7 +61,7 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Return a step's bytes over the bus (to the GPU, to the host). ``tokens``: tokens of a micro-batch.
+    """Return the PCIe bytes (to GPU, to host) of a step that trains a whole generation. ``tokens``: per micro-batch.
 
     Each micro-batch copies gradients to the host. Gradient sums are copied to the GPU by each micro-batch except the
     first, once for the norm, and once for the optimizer. The last `KEPT` layer inputs stay on the GPU."""
@@ -77,10 +77,10 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return changes of ``run``'s fields so that the run fits, with the fewest seconds of copies over PCIe.
+    """Return changes of ``run``'s fields so that the run fits into memory, with the fewest seconds of PCIe copies.
 
-    Return {} if the run fits unchanged or no changes help, and for FSDP and tensor parallelism. ``host``: available
-    bytes of host memory."""
+    Return {} if the run fits unchanged, if no changes help, or if ``strategy`` is FSDP or tensor parallelism. ``host``:
+    bytes of host memory for this rank."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 

@@ -63,7 +63,7 @@ class PackedWeight:
 
     @property
     def _row_scales(self) -> torch.Tensor:
-        """An 8-bit weight's scales, one per row, (out,) float32. A layer's first forward moves them to its `state`."""
+        """An 8-bit weight's scales, one per row, (out,) float32. The first forward moves them to `layer.state`."""
         layer = self.layer
         largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
         return largest.detach().float() / 127
@@ -97,8 +97,8 @@ def settle(model: Any) -> None:
     """
     if packed_weight(model.get_output_embeddings()) is not None:
         raise ValueError(
-            "The language-model head is quantised, but logits are computed from its weight: name the head in "
-            "llm_int8_skip_modules of the quantization_config, or remove llm_int8_skip_modules."
+            "The language-model head is quantised, but logits are computed from its weight: name the head in the "
+            "quantization_config's llm_int8_skip_modules, or remove that setting: by default the head isn't quantised."
         )
     for packed in packed_weights(model).values():
         packed.layer.support_avx512bf16_for_cpu = False
@@ -139,7 +139,7 @@ def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return a dict from weights that transformers would quantise to their packed bytes. ``model``: on meta device."""
+    """Return the packed bytes of each weight that transformers would quantise. ``model``: on the meta device."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 

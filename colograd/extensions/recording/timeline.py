@@ -33,7 +33,7 @@ class Timeline:
     def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
         """Record a call of a reward or a tool, or training while other ranks sample. Any thread may call this.
 
-        ``count``: number of completions that the reward judged, or of tokens trained.
+        ``count``: completions that the reward judged, or tokens trained. Unused for tools.
         """
         if self._sampling or kind == "trained":
             self._calls[kind].append((name, started - self._began, ended - self._began, count))

@@ -180,7 +180,7 @@ REFUSED = {
         "set init_lora_weights to one of True",
     ),
     "a bias of the adapter": (lambda f: adapted(f, lora_bias=True), "lora_bias", "can't be published", "remove it"),
-    "no such layer": (lambda f: adapted(f, target_modules=["wq"]), "wq", "can't adapt", "Set lora_target_modules"),
+    "no such layer": (lambda f: adapted(f, target_modules=["wq"]), "wq", "can't adapt", "set lora_target_modules"),
     "another method": (
         lambda f: lora.wrap(load(f), peft.IA3Config(), 0),
         "IA3Config",

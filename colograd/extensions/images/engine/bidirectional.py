@@ -1,7 +1,7 @@
 """Bidirectional attention among an image's tokens for vLLM's CPU backend, where attention is otherwise causal.
 
-After the causal attention of all tokens, a bidirectional layer computes image tokens again, without causal mask. For
-this, each image is passed as a request of its own, which ends with the image.
+A bidirectional layer first computes causal attention for all tokens. Then it computes image tokens again, without a
+causal mask. In this second call each image counts as one request, whose context ends with the image's last token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..towers import see_both_ways
 
 @dataclasses.dataclass
 class Pictures:
-    """Image tokens of an engine step, and vLLM's attention metadata, in which each image is a request of its own."""
+    """Image tokens of an engine step, and vLLM's attention metadata with one request per image."""
 
     tokens: torch.Tensor  # [n], indices of the image tokens among the step's tokens
     metadata: cpu_attn.CPUAttentionMetadata
