@@ -190,7 +190,7 @@ class Environments:
                 thread.close()
                 self._advise(name, outcome)
             place = place_in(outcome.value[1])
-            most = f" Up to {self._limit} are in use at once (per_device_train_batch_size x steps_per_generation)."
+            most = f" Up to {self._limit} are in use at once on a rank."
             raise ValueError(
                 f"environment_factory {name!r} raised {outcome.value[0].removesuffix(': ')} while making "
                 f"environment {len(self._known) + 1} of this rank{f' ({place})' if place else ''}."
