@@ -147,7 +147,6 @@ class PromptRules:
 
     def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
         """Tokenise a prompt that was changed after loading. Return None if the prompt is too long.
-
         With `overlong_prompts: error`, a too long prompt of a text-only model raises a ValueError."""
         row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
