@@ -20,7 +20,7 @@ from ..runtime.importing import is_import_path
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules for the value of one knob (a setting). None passes every rule."""
+    """Rules for the value of one setting. The value None isn't checked."""
 
     at_least: float | None = None
     above: float | None = None
@@ -206,10 +206,10 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Decorate a dataclass of settings, so that its constructor raises a ValueError for an unknown name.
+    """Decorate a dataclass of settings. Its constructor raises a ValueError for a keyword that isn't a setting.
 
-    The constructor also replaces None by the default if None isn't a value of that setting. Instances have ``notes``,
-    with a log line per replacement.
+    If a setting can't be None, the constructor replaces None by the setting's default. Each instance lists these
+    replacements in ``notes``, one log line per setting.
     """
     _complete_help(cls)
     plain_init, defaults = cls.__init__, never_none(cls)

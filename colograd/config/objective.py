@@ -140,9 +140,9 @@ class ObjectiveKnobs(SamplingKnobs):
     (DeepSeek-V3.2), e.g. 0.5."""
 
     def _check_conflicts_and_bias(self) -> list[str]:
-        """Turn off `vllm_importance_sampling_correction` if sampler and loss use different distributions.
+        """Turn off `vllm_importance_sampling_correction` if settings such as `top_p` would bias its ratios.
 
-        Return log lines about the sampler's distribution and the correction.
+        The correction stays on if vLLM records which tokens `top_k`, `top_p` and `min_p` keep. Return log lines.
         """
         changes, drafts = shaping(vars(self)), value_of(self, DRAFTS) is not None
         names = ", ".join(f"{name} {value!r}" for name, value in changes.items())

@@ -78,5 +78,5 @@ class LogKnobs:
     verbose: bool = knob(False, "Show the logs of vLLM and transformers.")
 
     def resolve_replay(self) -> None:
-        """Turn off the report, because a replay writes nothing into the run's folder."""
+        """Turn off the report for a replay, which writes nothing into the run's folder."""
         self.report = False

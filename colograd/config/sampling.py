@@ -92,7 +92,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """Choose `reward` as metric_for_best_model if the user sets none.
+        """With load_best_model_at_end, choose `reward` as metric_for_best_model if the user sets none.
 
         transformers would choose the loss, which an evaluation may lack.
         """

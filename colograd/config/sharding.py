@@ -47,7 +47,8 @@ class ShardingKnobs(TrainingArguments):
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Set `sharding` from the configuration of accelerate or DeepSpeed. Then hide `deepspeed` from transformers."""
+        """Set `sharding` from the configuration of accelerate or DeepSpeed. Then set `deepspeed` to None, because
+        transformers would start DeepSpeed otherwise."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         self.sharding_note = ""

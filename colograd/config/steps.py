@@ -90,7 +90,7 @@ class StepKnobs(TrainingArguments):
     def _fold_batch(self, ranks: int) -> None:
         """Resolve the settings of batch sizes. A second call changes nothing.
 
-        ``ranks`` is the number of engines. Each engine samples the same number of prompts.
+        ``ranks``: number of engines, because the ranks of a tensor-parallel engine count once.
         """
         group = self.num_generations or 1
         accumulation = self.gradient_accumulation_steps
@@ -102,7 +102,7 @@ class StepKnobs(TrainingArguments):
             if factors_set and per_rank * ranks != completions:
                 raise ValueError(
                     f"prompts_per_step is {self.prompts_per_step}, which is {completions} completions per step, but "
-                    "per_device_train_batch_size * gradient_accumulation_steps * ranks = "
+                    "per_device_train_batch_size * gradient_accumulation_steps * engines = "
                     f"{self.per_device_train_batch_size} * {accumulation} * {ranks} = {per_rank * ranks}: remove "
                     f"prompts_per_step or {' and '.join(factors_set)}."
                 )
@@ -134,23 +134,25 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Return the optimizer steps per generation. Return 1 if TRL would generate several times per step."""
+        """Return the optimizer steps per generation, at least 1.
+        If TRL would generate several times per step, return 1: one generation then samples the whole step."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
-            rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
+            rule = f"gradient_accumulation_steps ({whole})"
         else:
             if self.steps_per_generation is not None:
                 raise ValueError("generation_batch_size and steps_per_generation set the same number: remove one.")
             name, count, whole = "generation_batch_size", self.generation_batch_size, completions
-            rule, reason = f"the completions of one optimizer step over all ranks ({whole})", ""
+            rule = f"the completions of one optimizer step over all ranks ({whole})"
         if count is None:
             return 1
         if count >= 1 and count % whole == 0:
             return count // whole
         if count >= 1 and whole % count == 0 and self.num_iterations == 1:
             return 1
-        divisor = ", or a divisor" if self.num_iterations == 1 else ""
-        raise ValueError(f"{name} is {count}, but must be a multiple of {rule}{divisor}{reason}.")
+        divisor = ", or a divisor of it" if self.num_iterations == 1 else ""
+        remedy = f"set {name} to {whole}"
+        raise ValueError(f"{name} is {count}, but must be a positive multiple of {rule}{divisor}: {remedy}.")
 
     @property
     def groups_per_round(self) -> int:

@@ -34,8 +34,8 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
     else:
         name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
         if script.test_split_size is not None:
-            remedy = "set dataset_test_split, or give the dataset as the only part of `datasets`"
-            raise ValueError(f"test_split_size={script.test_split_size} works only with a mixture: {remedy}.")
+            remedy = "set dataset_test_split, or set `datasets` to a list of this one dataset"
+            raise ValueError(f"test_split_size={script.test_split_size} works only with `datasets`: {remedy}.")
         kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
         loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
         if loaded.get(wanted[0]) is None:
@@ -57,7 +57,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     if any(fraction is not None for fraction in fractions):
         # As in TRL: each part gives its first rows, as many as the fractions allow without repeating a row.
         if any(not isinstance(fraction, int | float) or fraction < 0 for fraction in fractions) or not sum(fractions):
-            raise ValueError(f"`fraction` is {fractions} in `datasets`: set a positive number per entry, or none.")
+            remedy = "set a positive number in every entry, or remove `fraction` from all entries"
+            raise ValueError(f"`fraction` is {fractions} in `datasets`: {remedy}.")
         if not all(isinstance(part, Dataset) for part in parts):
             raise ValueError(
                 "`fraction` is set in `datasets`, but a streamed dataset has no length: remove `fraction` or streaming."
@@ -70,8 +71,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     except ValueError as error:
         columns = "; ".join(f"{i}: {listed(columns_of(part))}" for i, part in enumerate(parts))
         raise ValueError(
-            f"The entries of `datasets` can't be concatenated ({error}): set `columns` of each to the columns that all "
-            f"entries have. Columns by entry: {columns}."
+            f"The entries of `datasets` can't be concatenated ({error}): convert columns of the same name to the same "
+            f"type, or leave these columns out with `columns`. Columns by entry: {columns}."
         ) from error
     if script.test_split_size is None:
         return whole, None
@@ -79,7 +80,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     try:
         halves = whole.train_test_split(test_size=size if size < 1 else int(size), seed=0)
     except ValueError as error:
-        rule = "give a share between 0 and 1, or fewer rows"
+        rule = f"set a share between 0 and 1, or fewer than {len(whole)} rows"
         raise ValueError(f"test_split_size={size} doesn't fit {len(whole)} rows: {rule}.") from error
     return halves["train"], halves["test"]
 
@@ -87,8 +88,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
 def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     where = f"datasets[{index}]"
     if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(MIXTURE_KEYS):
-        keys = ", ".join(MIXTURE_KEYS[1:])
-        raise ValueError(f"{where} is {entry!r}: write a mapping with `path`, and no other keys than {keys}.")
+        rule = f"must be a mapping with `path`, and optionally {', '.join(MIXTURE_KEYS[1:])}: remove other keys"
+        raise ValueError(f"{where} is {entry!r}, but {rule}.")
     path, split = str(entry["path"]), entry.get("split") or "train"
     kwargs = {key: entry[key] for key in ("data_dir", "data_files") if entry.get(key) is not None}
     loaded = load_source(path, entry.get("name"), kwargs, (split,), streaming)
@@ -106,7 +107,8 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
         return kept
     if "source" in wanted:
         raise ValueError(
-            f"{where}: {path} has a column 'source' already: remove `source`, or leave the column out with `columns`."
+            f"{where} sets `source`, but {path} already has a column 'source': remove the setting, or leave the column "
+            "out with `columns`."
         )
     if isinstance(kept, Dataset):
         return kept.add_column("source", [str(source)] * len(kept))

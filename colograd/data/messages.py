@@ -72,7 +72,9 @@ def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
-    """Return ``messages``. If the template ``write`` fails or omits text, contents (lists, None) become plain texts."""
+    """Return ``messages`` in a form that the chat template can write. ``write`` applies the template.
+
+    If the template fails, or loses or garbles a content that is a list or None, all such contents become texts."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:

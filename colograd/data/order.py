@@ -90,7 +90,8 @@ def seed_of(config: GRPOConfig) -> int:
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Return this rank's next ``count`` extra prompts of optimizer step ``step``, after the first ``drawn``."""
+    """Return ``count`` extra prompts of optimizer step ``step`` for this rank, e.g. for dynamic sampling.
+    ``drawn`` is the number of extra prompts that earlier calls returned for this rank and step."""
     layout = config.layout
     places = (index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count))
     return [prompt_at(dataset, config, EXTRA * (step + 1) + place) for place in places]

@@ -97,7 +97,9 @@ class PromptRules:
         return [name for name in (*COLUMNS, *self.columns) if name in present]
 
     def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
-        """Return token ids of ``rows``, also of prompts to drop. ``first``: index of ``rows[0]`` that errors show."""
+        """Return each row's prompt as token ids. With `overlong_prompts: drop`, too long prompts are included.
+
+        ``first`` is the index of ``rows[0]`` in the dataset, for errors."""
         # Rows with equal arguments of the chat template share one call of the tokenizer. Values of `alike`:
         # (arguments, row indices). Arguments are None for plain texts.
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
@@ -144,7 +146,8 @@ class PromptRules:
         return {**arguments, **self.chat_template_kwargs, **own, **further}
 
     def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
-        """Tokenise a prompt that was changed after loading. Return None, or raise a ValueError, if it is too long."""
+        """Tokenise a prompt that was changed after loading. Return None if the prompt is too long.
+        With `overlong_prompts: error`, a too long prompt of a text-only model raises a ValueError."""
         row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
             prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))

@@ -141,7 +141,7 @@ class LoadedVLLM:
     def stamp(self, version: int) -> None:
         self.invalidate()
         if self.core.has_unfinished_requests():
-            raise RuntimeError("Weights were published while requests were unfinished: drain the engine first.")
+            raise RuntimeError("Weights were published while requests were unfinished: finish or abort them first.")
         self._forget_prefixes(version)
         self.version = version
 

@@ -20,7 +20,7 @@ FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class VLLMTensors:
-    """Tensors of a vLLM model by name. For `fusions` and `renamed`, the model's class suffices."""
+    """Tensors of a vLLM model by name. If ``model`` is a class without tensors, `fusions` and `renamed` still work."""
 
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model
@@ -60,7 +60,7 @@ class VLLMTensors:
         return {f"{name}.": part for name, part in parts if name and getattr(part, "hf_to_vllm_mapper", None)}
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function from checkpoint tensor ``name`` to vLLM tensor ``place``, or None if both are equal."""
+        """Return the function that turns checkpoint tensor ``name`` into vLLM tensor ``place``. None: a plain copy."""
         ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
         return FUNCTIONS.get(ends)
 

@@ -66,7 +66,7 @@ def test_steps_per_generation_counts_trl_s_micro_batches() -> None:
     assert config(**shape, steps_per_generation=6, num_iterations=2).round_length == 6
     assert config(prompts_per_step=2, steps_per_generation=3).steps_per_generation == 3  # nothing accumulates
     assert config(**shape, steps_per_generation=1).steps_per_generation == 1  # two generations by the same weights
-    with pytest.raises(ValueError, match=r"steps_per_generation is 1, but must be a multiple of .*\(2\)"):
+    with pytest.raises(ValueError, match=r"steps_per_generation is 1, but must be a positive multiple of .*\(2\)"):
         config(**shape, steps_per_generation=1, num_iterations=2)
 
 
@@ -123,9 +123,9 @@ def test_a_copy_is_the_same(given: dict[str, Any]) -> None:
         ({"prompts_per_step": 3}, "prompts_per_step is 3, .* multiple of the number of engines, 2, .*2 or 4 would do"),
         ({"prompts_per_step": 1}, "prompts_per_step is 1, .* 2 or 4 would do"),
         ({"steps_per_generation": 2, "generation_batch_size": 32}, "set the same number: remove one"),
-        ({"generation_batch_size": 24}, r"is 24, but must be a multiple of .* \(16\), or a divisor"),
-        ({"generation_batch_size": 8, "num_iterations": 2}, r"is 8, but must be a multiple of .* \(16\)\."),
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, r"is 3, but must be a multiple of .*\(2\)"),
+        ({"generation_batch_size": 24}, r"is 24, but must be a positive multiple of .* \(16\), or a divisor"),
+        ({"generation_batch_size": 8, "num_iterations": 2}, r"is 8, but must be .* multiple of .* \(16\): set"),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, r"is 3, but must be .* multiple of .*\(2\)"),
         ({"steps_per_generation": 0}, "steps_per_generation is 0"),
         (
             {"prompts_per_step": 4, "gradient_accumulation_steps": 3},

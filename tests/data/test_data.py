@@ -89,7 +89,7 @@ def test_a_function_with_a_split_is_asked_for_both(module: str) -> None:
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": {"m": 1}}, "unexpected keyword argument 'm'"),
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": "{n: 1}"}, "isn't JSON"),
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": "[1]"}, "must be a dict"),
-        ({"dataset_name": "MODULE:plain", "test_split_size": 0.1}, "works only with a mixture"),
+        ({"dataset_name": "MODULE:plain", "test_split_size": 0.1}, "works only with `datasets`"),
         ({"dataset_name": "MODULE:wrong"}, "MODULE:wrong is of type list, but must be a datasets.Dataset"),
         ({"dataset_name": "MODULE:number"}, "is of type int, but must be a function"),
         ({"dataset_name": "MODULE:absent"}, "has no attribute 'absent'"),
@@ -100,7 +100,7 @@ def test_a_function_with_a_split_is_asked_for_both(module: str) -> None:
             "no column 'question'; it has 'prompt'",
         ),
         ({"dataset_name": "absent.jsonl"}, "no such file"),
-        ({"datasets": [{"path": "MODULE:plain", "weight": 1}]}, "with `path`, and no other keys than name"),
+        ({"datasets": [{"path": "MODULE:plain", "weight": 1}]}, "a mapping with `path`, and optionally name"),
         ({"datasets": [{"path": "MODULE:plain", "columns": ["x"]}]}, "no column 'x'"),
         ({"datasets": [{"path": "MODULE:strange"}]}, "no split 'train'; it has 'dev'"),
         ({"datasets": [{"path": "MODULE:plain"}], "test_split_size": 7}, "doesn't fit 3 rows"),
@@ -149,9 +149,9 @@ def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
     parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 2}]
     whole, _ = load(datasets=parts)
     assert whole["prompt"][:] == [f"a{i}" for i in range(15)] + [f"b{i}" for i in range(10)]
-    with pytest.raises(ValueError, match="set a positive number per entry, or none"):
+    with pytest.raises(ValueError, match="set a positive number in every entry"):
         load(datasets=[parts[0], {"path": str(tmp_path / "b.jsonl")}])
-    with pytest.raises(ValueError, match="set a positive number per entry, or none"):
+    with pytest.raises(ValueError, match="set a positive number in every entry"):
         load(datasets=[parts[0], parts[1] | {"fraction": "2"}])
     with pytest.raises(ValueError, match="a streamed dataset has no length"):
         load(datasets=parts, streaming=True)

@@ -423,7 +423,7 @@ def test_a_generation_closed_early_leaves_nothing_in_flight(engine, config, prom
 
 def test_weights_can_not_be_stamped_while_completions_are_decoded(engine, config, prompts) -> None:
     engine.submit(prompts[0].prompt_ids, Sampling(1, 4, 1.0, {"ignore_eos": True}), seed=1)
-    with pytest.raises(RuntimeError, match="drain the engine first"):
+    with pytest.raises(RuntimeError, match="finish or abort them first"):
         engine.stamp(1)
     while engine.core.has_unfinished_requests():
         engine.core.step()

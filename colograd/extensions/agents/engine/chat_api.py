@@ -142,7 +142,8 @@ class ChatAPI:
         if api == "completions":
             prompt = request.prompt
             if (request.logprobs or 0) > 1:
-                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token gets one: set it to 1.")
+                rule = "this endpoint returns only the sampled tokens' log-probabilities: set logprobs to 1"
+                raise BadRequest(f"logprobs is {request.logprobs}, but {rule}.")
             if prompt is None or prompt == []:
                 raise BadRequest("prompt is missing or empty: set a text or token ids.")
             one = isinstance(prompt, str) or isinstance(prompt[0], int)
