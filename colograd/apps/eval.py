@@ -178,7 +178,8 @@ def prepare(
 ) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
     """Load the questions and build the engine. All ranks must call this.
 
-    Return the engine's `Host`, the benchmarks to run, and the dict for the --json file (--resume: earlier results).
+    Return the engine's `Host`, the benchmarks to run, and the content of the --json file. With --resume this content
+    includes the earlier results.
     """
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of

@@ -74,7 +74,8 @@ def _on_the_hub(problem: str) -> Iterator[None]:
     except (OSError, ValueError, HTTPError) as error:
         raise ValueError(
             f"{problem} ({type(error).__name__}: {' '.join(str(error).split())}). Pushing needs a connection and a "
-            "token that may write (`hf auth login`, or HF_TOKEN). Or push later with `hf upload REPO FOLDER`."
+            "token that may write (`hf auth login`, or HF_TOKEN). Or export without --push, and push later with `hf "
+            "upload REPO FOLDER`."
         ) from None
 
 

@@ -87,7 +87,8 @@ def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
 
     def parameter(name: str) -> str:
         if not _one_of("--answer-column", names, name).isidentifier() or keyword.iskeyword(name):
-            raise ValueError(f"the column {name!r} can't name a parameter of the reward function: rename the column.")
+            rule = "must be a Python identifier, because a reward function takes the column as a parameter"
+            raise ValueError(f"the answer column is {name!r}, but {rule}: rename the column.")
         return name
 
     question, usual = "Column that the reward compares with", _likely(names, ANSWERS)
@@ -136,7 +137,7 @@ def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ())
 
 
 def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
-    """Choose the recipe's sizes and learning rate. ``longest``: characters of the data's longest prompt or answer."""
+    """Choose the recipe's sizes and learning rate. ``longest``: characters in the longest prompt or answer."""
     name = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE)
     if name:
         billions = float(name[1]) / (1 if name[2] in "bB" else 1000)

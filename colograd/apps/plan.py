@@ -57,7 +57,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
         sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         if not sizes:
-            raise ValueError(f"this machine has no GPU to read {missing} from: set both (--gpus 8 --gpu-memory 80).")
+            remedy = "set --gpus and --gpu-memory (such as --gpus 8 --gpu-memory 80)"
+            raise ValueError(f"this machine has no GPU to read {missing} from: {remedy}.")
         options.gpus = len(sizes) if options.gpus is None else options.gpus
         options.gpu_memory = min(sizes) / GIB if options.gpu_memory is None else options.gpu_memory
     _check(options)
@@ -210,7 +211,8 @@ def described(options: argparse.Namespace) -> RunDescription:
     options.vllm_max_model_length, options.max_completion_length = longest, completion
     if not 0 < completion < longest:
         raise ValueError(
-            f"--completion is {completion}, but must leave room for a prompt in --context ({longest}): lower it."
+            f"--completion is {completion}, but must be from 1 to {longest - 1}, because the context ({longest} "
+            "tokens) also holds the prompt: choose such a number."
         )
     settings: dict[str, Any] = {}
     if options.bits or getattr(model.config, "quantization_config", None) is not None:

@@ -93,14 +93,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         options.profile = Path(f"replay-{options.step}-{options.to}")
     if options.profile is not None and options.profile.resolve().is_relative_to(options.run.resolve()):
         raise ValueError(
-            f"--profile is {str(options.profile)!r}, but nothing is written into the run's folder: name a folder "
-            "outside the run's folder."
+            f"--profile is {str(options.profile)!r}, but a replay writes nothing into the run's folder: name a folder "
+            "outside of it."
         )
     return options, flags
 
 
 def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
-    """Write the replay's recipe, and return its path. It is the run's recipe, changed by ``flags`` and by `SET`."""
+    """Write the run's recipe, changed by ``flags`` and `SET`, into ``scratch``. Return the path of this file."""
     from ..config import given_settings
     from ..rollout.store import FOLDER, RECIPE
 

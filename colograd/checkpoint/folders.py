@@ -145,12 +145,13 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
     """Read from a checkpoint the position in a streamed dataset, or a curriculum's record of prompts.
 
-    ``otherwise``: the error's words on the checkpoint's dataset if there is neither, e.g. "had no curriculum"."""
+    Raise a ValueError if the checkpoint has neither. ``otherwise`` says why in the error, e.g. "had no curriculum"."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
-            f"{checkpoint!r} is from a run with a dataset that {otherwise}. Its prompts had another order, so this run "
-            "can't continue at the checkpoint's position. Use its dataset settings, or set `ignore_data_skip: true`."
+            f"{checkpoint!r} is from a run whose dataset {otherwise}. That run's order of prompts was different, so "
+            "this run can't continue at the checkpoint's position. Use the dataset settings of that run, or set "
+            "`ignore_data_skip: true`."
         )
     with reading(checkpoint, PROMPTS):
         return dict(json.loads(path.read_text()))

@@ -1,7 +1,7 @@
 """Validate a checkpoint's files before they are loaded.
 
-Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files that
-`torch.save` wrote are unpickled, with ``weights_only``. The sizes in such a file's zip directory are checked first,
+Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files in the format of
+`torch.save` are unpickled, with ``weights_only``. The sizes in such a file's zip directory are checked first,
 because a small file with false sizes could fill the memory."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
     """Convert an exception of the `with` block to a ValueError that names the file ``what`` and the checkpoint.
 
-    A plain ValueError (no subclass), an OSError, an OutOfMemoryError and a `RankError` stay unchanged."""
+    An OSError, OutOfMemoryError, RankError or ValueError (but no subclass of ValueError) stays unchanged."""
     try:
         yield
     except Exception as error:
@@ -71,7 +71,7 @@ def look(checkpoint: str | Path) -> None:
                     WeightFiles(folder)
                 numbers = content.values() if path.name.startswith("lengths_") else ()
                 if not all(type(value) in (int, float) for value in numbers):
-                    raise TypeError("every length must be a number")
+                    raise TypeError("every value (the mean completion length of a prompt) must be a number")
             elif path.suffix == ".safetensors":
                 with safe_open(path, framework="pt", device="cpu") as tensors:
                     if path.name.startswith("optimizer-"):

@@ -279,7 +279,7 @@ class Writer:
 def _longest() -> float:
     """Return the longest wait for a save, in seconds.
 
-    At most half of a collective's time limit, because other ranks may wait in a collective meanwhile."""
+    With several ranks, it is at most half of a collective's time limit: other ranks may wait in a collective."""
     return min(LONGEST, time_limit().total_seconds() / 2) if world_size() > 1 else LONGEST
 
 

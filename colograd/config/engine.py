@@ -72,7 +72,7 @@ class EngineKnobs(TrainingArguments):
                 "the GRPOConfig in a process that `torchrun` or `accelerate launch` started."
             )
         per_engine, per_node = self.vllm_tensor_parallel_size, process.local_world_size()
-        together = f"the ranks of an engine must be on one machine, and each has {per_node} of them (LOCAL_WORLD_SIZE)"
+        together = f"must divide the ranks per machine ({per_node}, LOCAL_WORLD_SIZE), as an engine is on one machine"
         rules = {f"must divide the number of ranks ({self.world_size})": self.world_size, together: per_node}
         for rule, ranks in rules.items():
             if per_engine < 1 or ranks % per_engine:

@@ -67,8 +67,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
     ValueError at construction, or when the trainer is made.
 
     After construction ``prompts_per_step`` (over all ranks), ``per_device_train_batch_size`` (completions per optimizer
-    step and engine) and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A
-    trainer resolves the settings that depend on its policy, its device and its nodes, then calls `freeze`. After
+    step and engine) and ``steps_per_generation`` (optimizer steps whose completions are sampled together) hold their
+    final values. A trainer resolves the settings that depend on policy, device and nodes, then calls `freeze`. After
     construction Colograd writes to a configuration only in the methods named ``resolve_*``.
     """
 

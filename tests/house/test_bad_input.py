@@ -303,7 +303,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a tensor-parallel size over machines": (
         on_ranks(8, vllm_tensor_parallel_size=8),
         "vllm_tensor_parallel_size is 8",
-        "must be on one machine, and each has 1 of them",
+        r"must divide the ranks per machine \(1, LOCAL_WORLD_SIZE\)",
         "choose one of 1",
     ),
     "a way of publishing whole weights to parts of them": (

@@ -91,5 +91,5 @@ def test_a_streamed_run_resumes_bit_for_bit_and_a_finished_one_has_its_optimizer
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for name in ("prompts.json", "manifest.json"):
         (tmp_path / "checkpoint-2" / name).unlink()
-    with pytest.raises(ValueError, match="is from a run with a dataset that wasn't streamed"):
+    with pytest.raises(ValueError, match="is from a run whose dataset wasn't streamed"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -1,5 +1,5 @@
-"""Small tasks to try a machine: `quickstart` (a model, and sums of digits), `calculator` (products, with a tool),
-`shop` (orders, with an agent), `colours` (images, with a tiny model of random weights)."""
+"""Small tasks to try a machine. Three tasks share the model that `quickstart` makes: sums (`quickstart`), products with
+a tool (`calculator`), orders with an agent (`shop`). `colours` has images, and a tiny model with random weights."""
 
 from __future__ import annotations
 

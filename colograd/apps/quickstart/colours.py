@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 def colours(size: int = 512, seed: int = 0) -> Dataset:
-    """Draw images of a square in one of six colours, with random size and place on a random grey."""
+    """Draw images of a square in one of six colours. The square's size and place, and the grey background, vary."""
     import datasets
     from PIL import Image
 

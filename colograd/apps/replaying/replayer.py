@@ -37,7 +37,7 @@ class Replay:
     last: int
 
     def starts(self) -> list[int]:
-        """Return the steps before ``first`` that have a checkpoint, in descending order, then 0: the initial model."""
+        """Return the steps of checkpoints before ``first``, in descending order, followed by 0 (the initial model)."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 

@@ -178,7 +178,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """Return a step's rollouts and groups, and at most about ``most_bytes`` of its completions."""
+    """Return a step's groups, a record of each rank's sampling, and completions of about ``most_bytes`` at most."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
     prompts: list[Any] = []  # Each prompt once: a group's completions share it.
     places: dict[str, int] = {}
@@ -206,7 +206,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return the reward threshold. A group with equal rewards counts as solved if these are at least as high."""
+    """Return the reward threshold. A group whose rewards are all equal counts as solved if they reach the threshold."""
     means = np.concatenate([NO_GROUPS, *run.groups.values()])[:, 3]
     means = means[~np.isnan(means)]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
@@ -227,7 +227,7 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Return counts of all prompts, and the histories of the prompts with the largest sums of reward spreads.
+    """Return the numbers of prompts and groups, and histories of the prompts with the largest sums of reward spreads.
 
     A history has an entry per group: [step, mean reward, spread of rewards, share of truncated completions].
     """

@@ -183,7 +183,7 @@ class RecordedRun:
             self.steps.put(step, rest)
 
     def _refresh_state(self) -> bool:
-        """Read `log_history` from trainer_state.json in the run's folder, or else in its newest readable checkpoint.
+        """Read `log_history` from a trainer_state.json: the run's own, else the newest readable one of a checkpoint.
 
         Return whether there was a new history.
         """

@@ -62,7 +62,7 @@ class Samples:
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """Return the completions of whole groups, and the number of omitted completions.
 
-        A group that doesn't fit into the rest of ``most_bytes`` (estimated) is omitted, except the first group.
+        A group is omitted if its estimated size exceeds what remains of ``most_bytes``. The first is never omitted.
         """
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):

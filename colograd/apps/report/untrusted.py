@@ -20,7 +20,7 @@ LONGEST_TEXT = 4_000
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a regular file inside a folder. Return None if it is missing, or a link to the outside.
+    """Open a regular file in a folder. Return None if ``name`` is missing, another kind of file, or a link to outside.
 
     Opening never waits, even if ``name`` is a pipe.
     """
@@ -71,7 +71,7 @@ def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line, or None if there is none.
 
     A killed run may have left half a line, and the next run's event then follows on the same line. So if the line isn't
-    valid JSON, parse the part from its last ``beginning`` on.
+    valid JSON, parse the part of the line from the last occurrence of ``beginning`` (an event's first bytes) on.
     """
     for part in (line, line[max(line.rfind(beginning), 0) :]):
         with contextlib.suppress(ValueError, RecursionError):

@@ -245,7 +245,7 @@ def test_the_context_is_at_most_the_models(tmp_path: Path, capsys: pytest.Captur
     assert "sequences of up to 256 tokens" in before and "the context is the model's, 256 tokens, not 8,192" in before
     assert "the context is" not in planned(capsys, model, *gpus, "--context", "128")[0]
     assert cli.main(["plan", "--model", str(model), *gpus, "--completion", "256"]) == 2
-    assert "--completion is 256, but must leave room for a prompt in --context (256)" in capsys.readouterr().err
+    assert "--completion is 256, but must be from 1 to 255, because the context (256 tokens)" in capsys.readouterr().err
 
 
 def test_figures_are_those_of_a_run(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,7 +384,7 @@ def test_machine_without_gpus_needs_their_number(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cli.main(["plan", "--model", str(qwen), "--gpus", "1"]) == 2
-    assert "this machine has no GPU to read --gpu-memory from: set both" in capsys.readouterr().err
+    assert "this machine has no GPU to read --gpu-memory from: set --gpus and --gpu-memory" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     sizes = [types.SimpleNamespace(total_memory=size * GIB) for size in (80, 79)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
@@ -476,7 +476,7 @@ def test_page_has_the_plan_s_one_gpu_figures(tmp_path: Path, capsys: pytest.Capt
             ["--tensor-parallel", "8"],
             "vllm_tensor_parallel_size is 8, but must divide the model's num_attention_heads, which is 28",
         ),
-        (["--completion", "9000"], "--completion is 9000, but must leave room for a prompt in --context (8192)"),
+        (["--completion", "9000"], "--completion is 9000, but must be from 1 to 8191, because the context (8192"),
         (["--config", "no.yaml"], "The recipe 'no.yaml' doesn't exist"),
         (["--model", "./no/such/folder"], "The model './no/such/folder' is neither a folder with a model nor"),
     ],
