@@ -171,10 +171,12 @@ def test_wizard_repeats_and_takes_the_last_column(tmp_path: Path, monkeypatch, c
     assert written(tmp_path / "three")["dataset_prompt_column"] == "text"
 
 
-def test_nothing_is_overwritten(tmp_path: Path, capsys) -> None:
-    (tmp_path / "recipe.yaml").write_text("mine")
+@pytest.mark.parametrize("name", ["recipe.yaml", "mytask.py", "prompts.jsonl"])
+def test_nothing_is_overwritten(name: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / name).write_text("mine")
     assert main(["init", str(tmp_path), "--yes"]) == 2
-    assert "never overwritten" in capsys.readouterr().err and (tmp_path / "recipe.yaml").read_text() == "mine"
+    assert "never overwritten" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
 def test_a_mistyped_command_is_recognised(capsys) -> None:
