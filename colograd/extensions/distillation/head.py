@@ -131,7 +131,7 @@ class TeacherTop:
         return self
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each top token's column in a tile (0 if outside), and a bool mask of those in the tile, (n, K) each."""
+        """Return each top token's column in a tile (0 if outside), and a mask of those in the tile, (n, K) each."""
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside
