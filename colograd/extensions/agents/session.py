@@ -132,7 +132,8 @@ class Session:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Return the text that seeds a request. Requests with other ``ids`` (context tokens) don't change the text."""
+        """Return the text that a request's seed is derived from. Apart from the session's index, the text depends
+        only on ``ids`` (the context's tokens) and on how many earlier requests of the session had the same ``ids``."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._requests_of[digest] += 1

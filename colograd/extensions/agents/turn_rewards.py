@@ -28,7 +28,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def _rule_broken(values: Any, answers: int) -> str:
-    """Return "" if ``values`` are valid rewards, one per answer. Else return the values and the rule for an error."""
+    """Return "" if ``values`` are one finite number per answer, else the end of an error text: values and rule."""
     fine = isinstance(values, Sequence) and len(values) == answers
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""
@@ -46,7 +46,7 @@ def problem_with(columns: Mapping[str, Any], answers: int) -> str:
 
 def checked_turns(reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
     """Check a reward function's values like `checked_values`. A session's value may be a list with one reward per
-    answer. Such a list goes into the session's column `JUDGED`, and its mean becomes the session's reward."""
+    answer. Such a list goes into the column `JUDGED`, and its mean (None if empty) becomes the session's reward."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
     is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)

@@ -1,4 +1,4 @@
-"""Setting `carry_over`: a round of sampling ends before all groups are finished. The next round continues them."""
+"""Setting `carry_over`: a round of sampling leaves some groups unfinished, and the next round continues them."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "advice": "conflicts:advice",

@@ -159,7 +159,7 @@ class InFlight:
         write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
 
     def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
-        """Load this rank's groups from a checkpoint. Return a warning about missing groups, or ""."""
+        """Load this rank's groups from a checkpoint. If groups are missing, drop all and return a warning, else ""."""
         end = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
         carried = () if end is None else end.carried
         if end is None:  # E.g. another number of ranks saved the groups: divide them.
@@ -216,7 +216,7 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
                 return None
             groups.append(group_of(record.content, prompt).group)
             if groups[-1].rollouts[0].input != prompt.input:
-                raise JournalError(f"the group at position {prompt.position} belongs to another prompt")
+                raise JournalError(f"the group at position {prompt.position} is of another prompt than the dataset's")
         return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
     except NONSENSE as error:
         raise JournalError(

@@ -42,8 +42,8 @@ class CarryOverFeature(SourceFeature):
         others["a column of images"] = arguments.has_images
         if name := next((name for name, value in others.items() if value), None):
             raise ValueError(
-                f"carry_over is {config.carry_over}, but can't be combined with {name}. Only a completion that the "
-                "engine alone writes, from a text, can stop and continue: remove one of the two."
+                f"carry_over is {config.carry_over}, but can't be combined with {name}. A completion can stop and "
+                "continue only if the engine writes all of it and its prompt is only text: remove one of the two."
             )
         return cls()
 
@@ -58,7 +58,7 @@ class CarryOver:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield finished groups. In training yield only `InFlight.takes` groups, and leave all others in flight."""
+        """Yield finished groups. In training stop after `InFlight.takes` groups, and leave all others in flight."""
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return

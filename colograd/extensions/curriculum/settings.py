@@ -84,7 +84,7 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         if self.solved_at is not None and not 0 < self.solved_at <= 1:
-            rule = "a pass rate in (0, 1]. A prompt rests at this pass rate or above. With null no prompt rests"
+            rule = "a pass rate in (0, 1] (a prompt is solved at this rate or above), or null (no prompt is solved)"
             raise ValueError(f"curriculum: solved_at is {self.solved_at}, but must be {rule}.")
         if self.revisit_after < 0:
             raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but must be at least 0: raise it.")

@@ -53,7 +53,10 @@ class UserFeature(SourceFeature):
             raise ValueError(f"rollout_func is the class {write.__name__} without a method `generate`: {remedy}.")
         if config.router_replay:
             why = "a rollout_func returns tokens without the experts that the engine chose"
-            raise ValueError(f"router_replay is true, but {why}: set router_replay: false, or write a rollout source.")
+            raise ValueError(
+                f"router_replay is true, but {why}: set router_replay: false, or give a class with `generate` "
+                "(docs/architecture.md, Add a rollout source)."
+            )
         if config.replays_truncation:
             raise ValueError(f"{TRUNCATED} a rollout_func doesn't return the truncated distribution: {UNCORRECTED}")
         return cls(write)

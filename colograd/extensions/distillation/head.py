@@ -25,7 +25,7 @@ class TeacherHead:
 
     @classmethod
     def of(cls, model: Any, device: torch.device | None = None) -> TeacherHead:
-        """Return a model's head, or its copy on ``device``. Teachers that are offloaded or sharded need the copy."""
+        """Return the head of ``model``, copied to ``device`` if given. Offloaded and sharded teachers need the copy."""
         head = model.get_output_embeddings()
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
         bias = None if bias is None else bias.detach()
@@ -41,7 +41,7 @@ class TeacherHead:
         return self.logits(row.batch.scores["teacher_states"], row.temperature, row.candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return logits of ``states`` (N, hidden). ``candidates``: tokens that the softmax is over (None: all)."""
+        """Return the logits for ``states`` (N, hidden). ``candidates``: tokens that could be sampled (None: all)."""
         head = Head.of(self.model, temperature, states.device, candidates)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
@@ -131,7 +131,7 @@ class TeacherTop:
         return self
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each top token's column in a tile (0 if it isn't there), and whether it is there, (n, K) each."""
+        """Return each top token's column in a tile (0 if outside), and a mask of those in the tile, (n, K) each."""
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside
@@ -151,14 +151,14 @@ class TeacherTop:
         return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
-        """Read the top tokens' logits from a tile. Return None, so that the head doesn't call `add`."""
+        """Copy the policy's logits of top tokens from a tile to `own`. Return None, so the head doesn't call `add`."""
         index, inside = self.columns(row, vocabulary)
         self.own[row] = torch.where(inside, tile.gather(1, index), self.own[row])
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the divergence (N,), and values for its gradient, (N, K + 1).
 
-        The values are p (gap - r) for each top token, and r, the gap of all tokens outside the top K together."""
+        The values are p (gap - r) for each top token (see `spread`), and r, the gap of all other tokens together."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
         # A top token that the policy can't sample counts as a token outside the top K.

@@ -121,7 +121,7 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
         kind, own = model.config.model_type, unwrap(policy.model).config.model_type
         if policy.processor is not None and kind != own:
             raise ValueError(
-                f"The policy is {own}, but teacher {source.name!r} is {kind}, a model type that processes images "
+                f"The policy is {own}, but teacher {source.name!r} is {kind}, a model type that may process images "
                 f"differently: choose a teacher of the policy's model type, {own}."
             )
         is_packed = source.quantization is not None

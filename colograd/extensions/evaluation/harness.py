@@ -31,7 +31,7 @@ FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for a question: sample completions of a prompt, or score given continuations."""
+    """One of a question's requests to the engine: sample completions of a prompt, or score given continuations."""
 
     instance: Any
     prompt: tuple[int, ...] = ()
@@ -254,7 +254,9 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
 
 def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:
     if unknown := [key for key in kwargs if key not in (*NO_SAMPLING, *SHAPING)]:
-        raise ValueError(f"The task {name!r} sets generation_kwargs: {unknown[0]}, but the engine has no such setting.")
+        raise ValueError(
+            f"The task {name!r} sets generation_kwargs: {unknown[0]}, which isn't supported: leave the task out."
+        )
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
     tokens = own if rules.max_tokens is None else min(own, rules.max_tokens) if rules.limits else rules.max_tokens
     temperature = 0.0 if kwargs.get("do_sample") is False else float(kwargs.get("temperature") or 0.0)
@@ -281,5 +283,5 @@ def stops(kwargs: dict[str, Any]) -> list[str]:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model reasons before its answer. If so, stop strings apply only behind the reasoning."""
+    """Return whether the chat template has ``</think>``. Then stop strings apply only to text behind the reasoning."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

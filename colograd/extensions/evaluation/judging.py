@@ -46,7 +46,7 @@ class Judge:
         return _restored, (cloudpickle.dumps(self.task),)
 
     def __call__(self, instances: Sequence[Any], responses: Sequence[list[Any]]) -> dict[tuple[str, str], Any]:
-        """Return one question's values by (metric, filter). ``responses``: a list per request, of texts or scores."""
+        """Return a question's {(metric, filter): value}. ``responses``: for each request a list of texts or scores."""
         doc, self.task._instances = instances[0].doc, list(instances)
         for instance, of_one in zip(instances, responses, strict=True):
             instance.resps = list(of_one)
@@ -67,7 +67,7 @@ class CodeEval:
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: Any
     ) -> tuple[dict[str, float], dict[int, list[Any]]]:
-        """Return two dicts: "pass@k" -> value, and reference's index -> list of (prediction's index, passed)."""
+        """Return {"pass@k": mean over references}, and {reference's index: [(prediction's index, passed), ...]}."""
         passes = [
             [run_python(f"{code}\n{tests}\n", CODE_SECONDS) for code in candidates]
             for tests, candidates in zip(references, predictions, strict=True)

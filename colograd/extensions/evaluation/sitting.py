@@ -131,7 +131,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
 
 
 def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Return each continuation's log-probability, and whether it is greedy. ``parts``: (context, continuation) ids."""
+    """Return each continuation's log-probability, and whether greedy decoding gives it. ``parts``: see `Request`."""
     names = [engine.submit([*context, *target], SCORED, seed=0) for context, target in parts]
     ended: dict[str, list[Sampled]] = {}
     while len(ended) < len(names):

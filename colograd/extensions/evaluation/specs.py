@@ -16,7 +16,7 @@ INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama 
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """A task, group or tag of the harness, written ``NAME[:ROWS]@N``. Only the name is required."""
+    """A task, group or tag of the harness: ``NAME``, ``NAME[:ROWS]``, ``NAME@N`` or ``NAME[:ROWS]@N``."""
 
     name: str
     limit: int | None = None
@@ -31,7 +31,7 @@ class TaskSpec:
                 "`dataset_kwargs: {data_files: {test: FILE}}`."
             )
             raise ValueError(
-                f"The task {text!r} can't be read: write NAME, NAME[:ROWS] for the first rows, NAME@N for N "
+                f"The task {text!r} can't be read: write NAME, NAME[:100] for the first 100 rows, NAME@4 for 4 "
                 f"completions per question, or FILE.yaml for a task of your own.{own if '=' in text else ''}"
             )
         if match["limit"] == "0" or match["n"] == "0":

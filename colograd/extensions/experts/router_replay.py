@@ -1,7 +1,7 @@
 """Router replay (R3, arXiv 2510.11370): the trainer sends a token to the experts that the engine's router chose.
 
 Trainer and engine round differently, so that their routers could choose different experts for nearly equal scores. Only
-the choice is replayed. The trainer's router computes the factors of the experts' outputs, and gets their gradients.
+the choice is replayed. The trainer's router computes the factors of the experts' outputs, so that it gets gradients.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def make_replaying(model: Any) -> None:
                 is_same = torch.equal(share(router, logits, own).to(shares.dtype), shares)
             if not is_same:
                 raise ValueError(
-                    f"A {type(router).__name__} of this version of transformers computes the experts' weights in an "
-                    "unknown way, so that router_replay can't compute them: set router_replay: false."
+                    f"A {type(router).__name__} of this version of transformers computes the factors of the experts' "
+                    "outputs in an unknown way, so that router_replay can't compute them: set router_replay: false."
                 )
             router.replayed, router.apart = None, None
             router.register_forward_hook(functools.partial(_replay, share))

@@ -53,7 +53,7 @@ class Cut:
 
 
 def cuts_of(model: torch.nn.Module) -> list[Cut]:
-    """Free the gathered whole weights of a sharded model, and return its parameters. Tied parameters come once."""
+    """Free the gathered whole weights of a sharded model. Return a `Cut` per parameter, one for tied parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # An interrupted forward may leave gathered whole weights.
@@ -95,7 +95,7 @@ def gathered(
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in ``part.destination``, and the values of ``rows`` for them. None: there are no such values."""
+    """Return the indices in ``part.destination`` that ``rows`` update, and the new values. None: nothing to update."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]

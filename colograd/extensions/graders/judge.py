@@ -31,7 +31,7 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 
 @dataclass(eq=False)
 class Judge:
-    """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
+    """A reward function that maps the last number in the judge's reply from the range `scale` to a score from 0 to 1.
 
     `Judge` abstains without a valid reply. Each of N ranks may spend 1/N of `max_calls` and `max_tokens`."""
 
@@ -130,7 +130,7 @@ class Judge:
         return None
 
     async def _request(self, client: Any, address: str, request: dict[str, Any]) -> tuple[str | None, float | None]:
-        """Return (reply, None), (None, seconds until the next try), or (None, None) to give up."""
+        """Return (reply, None), (None, minimum seconds before the next try), or (None, None) to give up."""
         key = next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:

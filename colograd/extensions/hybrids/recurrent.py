@@ -128,7 +128,8 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Return stored and new inputs, (B, channels, tokens), zero-padded in front to at least K. Store the last K."""
+        """Return stored and new inputs, (B, channels, tokens), and store the last K of them (K: kernel size). If they
+        are fewer than K, zeros are added in front."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
             inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)

@@ -42,7 +42,7 @@ def test_a_task_is_named_with_rows_and_completions() -> None:
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["gsm8k[5]"], r"'gsm8k\[5\]' can't be read: write NAME, NAME\[:ROWS\]"),
+        (["gsm8k[5]"], r"'gsm8k\[5\]' can't be read: write NAME, NAME\[:100\]"),
         (["gsm8k=mine.jsonl"], r"can't be read: .*For data of your own write a YAML file"),
         (["aime24@0"], "requests 0 rows or completions"),
         (["gsm8k", "gsm8k@4"], "'gsm8k' is named twice"),

@@ -57,7 +57,7 @@ class SeededSpeculation(RejectionSampler):
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
         """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind a request's last token.
 
-        Sampling position by position draws no random number for a position that isn't used."""
+        Positions are sampled in order, because positions behind a rejected draft must not draw random numbers."""
         counts = metadata.num_draft_tokens
         drafts = [part.tolist() for part in metadata.draft_token_ids.split(counts)]
         first = _first_rows(counts)

@@ -1,7 +1,7 @@
 """Record of the experts that the engine's routers chose for each token of a sequence, for `router_replay`.
 
 vLLM's Model Runner V2, which GPUs use, returns the experts. With V1, the default on a CPU, each router passes its
-choice to a function here. Then the prefix cache is off, because routers don't run for cached tokens.
+choice to `RouterLog`. With V1 the prefix cache is off, because routers don't run for cached tokens.
 """
 
 from __future__ import annotations
