@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ncolograd init: nothing was written", file=sys.stderr)
         return 130
     if choices["data"] == EXAMPLE and (folder / EXAMPLE).exists():
-        raise ValueError(f"{folder / EXAMPLE} exists, and is never overwritten: name it with --data, or another FOLDER.")
+        raise ValueError(
+            f"{folder / EXAMPLE} exists, and is never overwritten: name it with --data, or name another FOLDER."
+        )
     print(f"wrote {', '.join(str(path) for path in write(folder, choices))}")
     if not Path(choices["model"]).is_dir():
         print(f"model:     {choices['model']} comes from the Hub; --model names another one, or a folder")
