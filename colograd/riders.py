@@ -45,7 +45,7 @@ class Rider:
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowRider | None:
-        """Return a packed row's `RowRider`, or None. At least one rollout of the row has a rider of this class."""
+        """Return a packed row's `RowRider`, or None to add none. At least one rollout has a rider of this class."""
         return None
 
     @classmethod
@@ -151,7 +151,7 @@ class RowRider:
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the rider for the row's slice ``tokens``. ``labels``: indices into the row's labels, on the CPU."""
+        """Return the rider for the row's slice ``tokens``. ``labels``: its part of the row's labels (CPU indices)."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:

@@ -82,9 +82,9 @@ def cpu_threads() -> int:
 
 
 def prepare_threads() -> None:
-    """Set OMP_NUM_THREADS to a rank's cores if it is unset, or if a launcher set 1. Without it vLLM's CPU worker would
-    set one thread, and training would use one core. If OMP_WAIT_POLICY is unset, set it to PASSIVE: threads that spin
-    at barriers make a backward several times slower next to a busy process."""
+    """Set OMP_NUM_THREADS to a rank's cores if it is unset, or if a launcher set 1. Without the variable vLLM's CPU
+    worker would set one thread, and training would use one core. If OMP_WAIT_POLICY is unset, set it to PASSIVE:
+    threads that spin at barriers make a backward several times slower next to a busy process."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads())

@@ -171,8 +171,8 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
             if isinstance(value, torch.Tensor):
                 if value.nbytes > value.untyped_storage().nbytes():
                     raise ValueError(
-                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file has for it. Resume "
-                        "from another checkpoint."
+                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file stores of it. "
+                        "Resume from another checkpoint."
                     )
                 flat = value.reshape(-1) if value.dim() else value
                 states[key] = [Stored(0, value.numel() if value.dim() else 0, flat)]
@@ -180,7 +180,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
 
 
 def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Return the pieces' states (index in ``pieces`` -> name -> value), and the names of incomplete parameters."""
+    """Return the pieces' states (index in ``pieces`` -> state name -> value), and names of incomplete parameters."""
     states: dict[int, dict[str, Any]] = {}
     missing = []
     for index, piece in enumerate(pieces if stored else ()):
