@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """A part of a completion, e.g. a branch. All tokens of the part attend to the same ``context`` tokens before it."""
+    """A part of a completion, e.g. a branch. The part continues ``context`` tokens of the prompt and earlier parts."""
 
     context: int  # Number of earlier tokens that the part attends to, prompt included.
     length: int  # Number of the part's tokens.
@@ -31,7 +31,7 @@ class Rider:
     COLUMN: ClassVar[str] = ""  # Name of a log column. A reward function's values in this column become riders.
 
     def for_training(self) -> Self:
-        """Return the rider with only the data that a rank needs to train the rollout."""
+        """Return the rider with only the data that a rank needs to train on the rollout."""
         return self
 
     def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
@@ -39,12 +39,13 @@ class Rider:
         return {}, {}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the completion's parts in order, or () if undivided. `RowRider.applied` makes each part a segment."""
+        """Return the parts, in order, into which this rider divides the completion. () means one undivided part. The
+        extension's `RowRider.applied` must divide packed rows in the same way."""
         return ()
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowRider | None:
-        """Join the riders of a packed row's rollouts. At least one rollout has a rider of this class."""
+        """Return a packed row's `RowRider`, or None to add none. At least one rollout has a rider of this class."""
         return None
 
     @classmethod
@@ -97,7 +98,7 @@ class Media(Rider):
         return self
 
     def thumbnails(self, *more: Media) -> list[bytes]:
-        """Return JPEG thumbnails of the first pictures in this object and in ``more``, for the logs."""
+        """Return at most `sizes.THUMBNAILS` JPEG thumbnails of pictures in this object and ``more``, for the logs."""
         return []
 
     @property
@@ -150,7 +151,7 @@ class RowRider:
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the rider for the row's slice ``tokens``. ``labels``: indices of the slice's labels, on the CPU."""
+        """Return the rider for the row's slice ``tokens``. ``labels``: its part of the row's labels (CPU indices)."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:
@@ -179,7 +180,7 @@ def first(riders: Sequence[Any], kind: type[T]) -> T | None:
 
 
 def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> tuple[Rider, ...]:
-    """Join the riders of a completion's parts by `Rider.of_turns`. ``parts``: riders and number of tokens of each."""
+    """Join a completion's riders, class by class, by `Rider.of_turns`. ``parts``: (riders, token count) per part."""
     kinds = dict.fromkeys(type(rider) for riders, _ in parts for rider in riders)
     joined = (kind.of_turns([(first(riders, kind), length) for riders, length in parts], prompt) for kind in kinds)
     return tuple(rider for rider in joined if rider is not None)

@@ -54,7 +54,7 @@ def freeze_unread(model: Any) -> None:
 
 
 def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
-    """Detach the inputs of the first of the frozen ``layers``, so that no backward runs through the layers.
+    """Make the first of the frozen ``layers`` detach its inputs, so that no backward runs through the layers.
 
     Activation checkpointing may have made these inputs require gradients.
     """

@@ -137,7 +137,7 @@ def until(seconds: float, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """Progress of a phase. `update` passes ``tell`` a line after `LONG` seconds, then whenever the time has doubled."""
+    """Progress of a phase. `update` calls ``tell(line)`` after `LONG` seconds, then whenever the time has doubled."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
@@ -146,7 +146,7 @@ class Progress:
         self._done, self._tokens, self._is_sampled = 0, 0, False
 
     def sampled(self, tokens: int) -> None:
-        """Add tokens of unfinished completions. Later calls of `update` add no tokens: they would count twice."""
+        """Count tokens of unfinished completions. From then on `update` ignores ``tokens``, to count no token twice."""
         self._is_sampled = True
         self._tokens += tokens
         self.update(0, done=0)

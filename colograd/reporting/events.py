@@ -24,7 +24,7 @@ class NoRecord(TrainerCallback):
     trackers: Any = None  # An object that sends charts to trackers such as wandb, or None.
 
     def nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing. Return an empty context manager, because `with` statements use some of the names below."""
+        """Do nothing. Return an empty context manager, for methods such as `run` that callers use with `with`."""
         return _nothing()
 
     # Contexts. `run`: a whole training. `watching`: sampling on this rank. `trains`: forward and backward passes of an

@@ -1,10 +1,10 @@
 """Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
 A reward function has TRL's signature. It is called with keywords only, for one group of G completions. With
-`reward_call: all` one call scores all groups of a rank. Without ``**kwargs`` a function gets only keywords it names.
+`reward_call: all` one call scores a rank's generation. Without ``**kwargs`` a function gets only keywords it names.
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
-        -> list[float | None]    # one per completion; with an agent also lists with a number per turn
+        -> list[float | None]    # one reward per completion. An agent's session may get a list: one reward per turn.
 
 ``columns`` are the dataset's columns except ``prompt``, repeated G times, and columns that the rollouts add. A
 reward ``None`` means that the function abstains. All calls of ``async def`` functions run concurrently.

@@ -84,10 +84,11 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
 
 
 def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
-    """Return for each completion 1.0 if the last number behind a ``####`` equals the column ``answer``, else 0.0.
+    """Return for each completion 1.0 if its last number after a ``####`` equals the column ``answer``, else 0.0.
 
     As in verl, only the last 300 characters are read, and neither ``#### $5`` nor ``#### 5.`` counts as 5. Unlike verl,
-    ``#### 5.00`` equals 5. ``answer`` is a number, or a text that ends in one. None: ``answer`` has no number."""
+    ``#### 5.00`` equals 5. The column ``answer`` has numbers, or texts whose last number counts. The reward is None if
+    an answer has no number."""
     pairs = zip(completions, answer, strict=True)
     rewards = []
     for completion, expected in pairs:

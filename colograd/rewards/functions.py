@@ -72,7 +72,8 @@ class RewardError(RuntimeError):
 
     Attributes:
         function: the reward function's name.
-        position: position of the group's prompt, or of the first group's prompt if the call scored several groups.
+        position: position of the group's prompt in the run's stream of prompts. If the call scored several groups, it
+            is the first group's.
         completion: index among the call's completions, from 0. None: the error concerns the whole call.
         problem: the text of the error."""
 

@@ -56,7 +56,8 @@ class Scoring:
             call.cancel()
 
     def result(self) -> torch.Tensor:
-        """Await all calls. Return rewards, float32 [completions, R]. NaN: a function abstained, failed or was late."""
+        """Wait for all calls. Return rewards, float32 [completions, R]. NaN: a function abstained or was late, or it
+        failed with `reward_on_error: abstain`. With `raise` a failed call raises RewardError."""
         scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -102,7 +103,7 @@ class Ready(Future[T]):
 
 
 def usual_workers(on_gpu: bool) -> int:
-    """Return the default number of reward workers. Without a GPU it is 0, because sampling uses all cores."""
+    """Return the default number of reward workers per rank. Without a GPU it is 0: sampling uses all cores there."""
     return min(MOST_WORKERS, max(1, process.cpu_threads() - 1)) if on_gpu else 0
 
 

@@ -164,7 +164,7 @@ def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> bytes:
-    """Serialize rows as an Arrow table behind the bytes ``mark``. Without rows return no bytes."""
+    """Return the bytes ``mark``, followed by ``rows`` as an Arrow table. Return b"" if there are no rows."""
     if not rows:
         return b""
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]

@@ -146,7 +146,7 @@ class Sampler:
                 yield group
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
-        """Begin one call of each reward function for all ``groups``. Don't wait for workers or async functions."""
+        """Start one call per reward function for all ``groups`` together. Don't wait for workers or async functions."""
         tokenizer = self.hooks.policy.tokenizer
         read = groups if not has_parser(tokenizer) else [with_messages(group, tokenizer) for group in groups]
         if self.scorer.reads_prompt_texts:

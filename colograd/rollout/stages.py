@@ -40,7 +40,7 @@ class RolloutSource(Protocol):
 
 
 class PendingRewards(Protocol):
-    """Rewards that may be incomplete until `result` returns. The methods work as in `concurrent.futures.Future`."""
+    """Rewards that may be incomplete until `result` returns. A `concurrent.futures.Future` fits this protocol."""
 
     def done(self) -> bool:
         """Return whether all rewards are computed."""

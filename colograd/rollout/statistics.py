@@ -1,4 +1,4 @@
-"""Metrics of the completions of an optimizer step or an evaluation. Counts of all ranks are joined."""
+"""Metrics of the completions of an optimizer step or an evaluation, computed from the values of all ranks."""
 
 from __future__ import annotations
 

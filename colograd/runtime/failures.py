@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
     """Clear the local variables in the tracebacks of ``error`` and its causes, because a notebook keeps the last
-    exception. Keep those of ``but``, an exception that the caller was already handling."""
+    exception. Keep the variables of ``but``, an exception that the caller was already handling."""
     known = {id(but): but}
     waiting: list[BaseException | None] = [error]
     while waiting:

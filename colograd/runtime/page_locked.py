@@ -40,8 +40,8 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
 
 
 def reserve(sizes: Iterable[int], device: torch.device) -> None:
-    """Start a thread that page-locks one buffer per number of bytes in ``sizes``, for later calls of `host_empty`. For
-    a large model this takes minutes. The first generation runs meanwhile."""
+    """Start a thread that page-locks one buffer for each size in ``sizes`` (bytes), for later calls of `host_empty`.
+    For a large model this takes minutes. The first generation runs meanwhile."""
     if device.type != "cuda":
         return
     buffers: list[tuple[int, Future[memoryview]]] = [(size, Future()) for size in sizes]

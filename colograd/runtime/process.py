@@ -82,9 +82,9 @@ def cpu_threads() -> int:
 
 
 def prepare_threads() -> None:
-    """Set OpenMP's variables, and replace a launcher's default of one thread. Without OMP_NUM_THREADS vLLM's CPU worker
-    sets one thread, and training would use one core. By default OpenMP spins at barriers, which makes a backward
-    several times slower next to a busy process."""
+    """Set OMP_NUM_THREADS to a rank's cores if it is unset, or if a launcher set 1. Without the variable vLLM's CPU
+    worker would set one thread, and training would use one core. If OMP_WAIT_POLICY is unset, set it to PASSIVE:
+    threads that spin at barriers make a backward several times slower next to a busy process."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads())
@@ -95,7 +95,7 @@ def prepare_threads() -> None:
 
 def compile_with_threads(given: str | None) -> None:
     """Set the number of torch.compile's processes to ``given`` (default: the cores of a rank, at most 32). vLLM's
-    import sets the number to 1, so that the policy's layers would be compiled one by one."""
+    import sets the number to 1, which would compile the kernels of the policy's layers one by one."""
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
     # torch._inductor.config reads the variable only when it is imported.

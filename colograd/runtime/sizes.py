@@ -30,7 +30,7 @@ def experts_per_token(model_config: Any) -> int:
 
 
 def active_parameters(model: Any) -> int:
-    """Return the number of parameters that compute one token. In a mixture only the chosen experts count."""
+    """Return the number of parameters that compute one token. In a mixture of experts only the chosen experts count."""
     total, experts = int(model.num_parameters()), num_experts(model.config)
     if not experts:
         return total

@@ -41,7 +41,8 @@ State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges, by paramet
 
 
 def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
-    """Return whether `save` can write the state. Each value must be a scalar tensor or as large as its parameter."""
+    """Return whether `save` can write the optimizer's state. Each value must be a scalar tensor or as large as its
+    parameter, all parameters must be in ``owned``, and the settings of the parameter groups must be JSON values."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
@@ -87,8 +88,8 @@ def load(
 ) -> None:
     """Read the optimizer state of the parts ``owned`` by this rank.
 
-    Other ranks' files are read only if this rank's file lacks a part. ``order`` has the names of all trained parameters
-    in the order of an optimizer without sharding."""
+    Other ranks' files are read only if this rank's file lacks a part. Only ``optimizer.pt`` needs ``order``: the names
+    of all trained parameters in the order of an optimizer without sharding."""
     own, names = _name(rank, ranks), sorted(path.name for path in folder.glob(PATTERN))
     parts = {id(piece.part): piece for piece in owned}
     numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -136,8 +137,8 @@ def _complete(folder: Path, names: Sequence[str]) -> Sequence[str]:
     if missing := [name for name in (_name(rank, ranks) for rank in range(ranks)) if name not in names]:
         raise ValueError(
             f"The checkpoint's optimizer state is incomplete: {str(folder)!r} was written by {ranks} ranks, but "
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing there. Resume with the same number "
-            "of ranks, nodes and sharding, or copy the missing files from the machines that wrote them."
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing there. Resume with the same numbers "
+            "of ranks and nodes and the same sharding, or copy the missing files from the machines that wrote them."
         )
     return names
 
@@ -170,8 +171,8 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
             if isinstance(value, torch.Tensor):
                 if value.nbytes > value.untyped_storage().nbytes():
                     raise ValueError(
-                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the size of the file. Resume "
-                        "from another checkpoint."
+                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file stores of it. "
+                        "Resume from another checkpoint."
                     )
                 flat = value.reshape(-1) if value.dim() else value
                 states[key] = [Stored(0, value.numel() if value.dim() else 0, flat)]
@@ -179,7 +180,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
 
 
 def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Return the states of ``pieces`` by their index, and the names of parameters with missing elements."""
+    """Return the pieces' states (index in ``pieces`` -> state name -> value), and names of incomplete parameters."""
     states: dict[int, dict[str, Any]] = {}
     missing = []
     for index, piece in enumerate(pieces if stored else ()):
@@ -199,9 +200,9 @@ def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[st
 
 
 def _join(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) -> torch.Tensor | None:
-    """Join saved ranges. Return elements ``start`` to ``stop`` - 1, or None if elements are missing.
+    """Join saved ranges of the tensor-parallel part ``shard``, or of the whole parameter if ``shard`` is None.
 
-    The indices count in the tensor-parallel part ``shard``. If it is None, they count in the whole parameter."""
+    Return elements ``start`` to ``stop`` - 1, or None if elements are missing."""
     values, at = [], start
     for stored in sorted((r for r in ranges if r.shard == shard), key=lambda r: r.start):
         if stored.start <= at < (end := min(stored.stop, stop)):
@@ -211,7 +212,8 @@ def _join(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) 
 
 
 def _whole_value(ranges: Sequence[Stored], shape: Sequence[int]) -> torch.Tensor | None:
-    """Assemble a whole parameter's state from ranges of the parameter or its parts. None if elements are missing."""
+    """Return a whole parameter's state, joined from ``ranges`` of the parameter or of its tensor-parallel parts. Return
+    None if elements are missing."""
     missing = torch.ones(*shape, dtype=torch.bool)
     whole: torch.Tensor | None = None
     for shard in dict.fromkeys(r.shard for r in ranges):

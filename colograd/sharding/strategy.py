@@ -1,4 +1,4 @@
-"""`ShardingStrategy`: the interface that divides a policy's training over ranks."""
+"""`ShardingStrategy`: the interface of strategies that divide a policy's training over ranks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ShardingStrategy(ABC):
             raise
 
     def failed(self, error: BaseException) -> None:  # noqa: B027 (most strategies have no waiting ranks)
-        """Handle an error in this rank's backward, because other ranks may wait in the backward's collectives."""
+        """Report an error in this rank's backward to ranks that may wait in the backward's collectives."""
 
     @abstractmethod
     def sum_gradients(self) -> None:
@@ -164,8 +164,8 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
-        """Write this rank's part of the optimizer state. Without ``keep`` leave out state that other ranks write.
-        Return False, and write nothing, if `cuts_optimizer` returns False."""
+        """Write this rank's part of the optimizer state. A rank without ``keep`` leaves out state that a
+        rank with ``keep`` writes. Return False, and write nothing, if `cuts_optimizer` returns False."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:

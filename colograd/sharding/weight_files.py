@@ -49,7 +49,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def copy(self, names: Sequence[str], place: torch.Tensor, shape: torch.Size, rows: range) -> None:
-        """Read ``rows`` of a parameter of shape ``shape`` into ``place``. A tied parameter has several ``names``."""
+        """Read ``rows`` of a parameter of shape ``shape`` into ``place``. ``names``: its possible names in files."""
         candidates = (name.replace(*BLOCKS) if other else name for name in names for other in (False, True))
         name = next((name for name in candidates if name in self.file_of), None)
         watchdog.progress()
@@ -119,7 +119,7 @@ class WeightFiles:
 
 
 def saved_names(model: Any) -> dict[str, str]:
-    """Return parameter name -> name in saved files, if transformers saves a parameter undivided under another name."""
+    """Return parameter name -> name in saved files, for parameters that transformers renames but doesn't split."""
     names = dict[str, str]()
     for name, _ in model.named_parameters(remove_duplicate=False):
         try:
@@ -140,7 +140,7 @@ def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a state dict in host memory: the parameters ``whole``, also under tied names, and the model's buffers."""
+    """Return ``model``'s state dict in host memory: parameters (from ``whole``, also under tied names) and buffers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -165,7 +165,7 @@ def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
 
 
 def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and values of a saved model's float32 weights, on the CPU.
+    """Yield the name and the value (on the CPU) of each weight that a saved model stores in float32.
 
     ``stacked_names`` are the model's parameters that stack MoE experts."""
     if (folder / SAFE_WEIGHTS_NAME).is_file() or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
