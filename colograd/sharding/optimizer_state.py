@@ -164,6 +164,11 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} has neither {path.name} nor {PATTERN}. Use a complete checkpoint.")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # `mmap`: a rank reads only its part
+    if saved["state"].keys() - range(len(order)):
+        raise ValueError(
+            f"{str(path)!r} has the state of {len(saved['state'])} parameters, but this run trains {len(order)}. "
+            "Resume from a checkpoint of this model."
+        )
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
         states = stored.setdefault(order[index], {})
