@@ -142,9 +142,7 @@ def make_trainer(
         (names_of,) = registry.hooks("benchmark_names")
         names, test = names_of(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
-            raise ValueError(
-                f"dataset_test_split is {test!r}, also a benchmark in `exams`: rename the dataset's split."
-            )
+            raise ValueError(f"dataset_test_split {test!r} is also a benchmark in `exams`: rename the dataset's split.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
