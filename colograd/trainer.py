@@ -74,8 +74,8 @@ class GRPOTrainer(TrainerBase):
         peft_config: a `peft.LoraConfig`. If it is set, the adapter is trained instead of the whole model.
         tools: functions that the model may call while it generates (see docs/guide/tools.md).
         rollout_func: a function ``f(prompts, trainer) -> dict`` that makes the completions of all prompts.
-        environment_factory: a function that makes an environment (an object with tools as methods), or a dict {value of a
-            row's column ``environment``: such a function}.
+        environment_factory: a function that makes an environment (an object with tools as methods), or a dict {value
+            of a row's column ``environment``: such a function}.
         agent: a function or command that runs once per completion and calls the model over HTTP (docs/guide/tools.md).
 
     Raises:
