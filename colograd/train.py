@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one training and return the exit status: 2 for bad input, which `start` has printed in one line."""
+    """Run one training and return the exit status: 2 if `start` has printed an error and returned None."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         from colograd.config.parse import flags_help
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """Make the trainer of a command line. For bad input without `verbose`, print one line and return None.
+    """Make the trainer for a command line. For bad input, print one line and return None (`verbose`: raise the error).
 
     ``kind``: class of the trainer, by default `GRPOTrainer`."""
     try:
@@ -75,7 +75,8 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
     """Make the trainer that a command line describes.
 
-    Without ``kind`` and `push_to_hub`, a run that has finished already exits with status 0."""
+    If the run to resume (`resume_from_checkpoint: auto`) has finished its `max_steps`, exit with status 0. With
+    ``kind`` or `push_to_hub`, make the trainer even then."""
     import yaml
 
     from colograd.config import given_settings, parse_arguments
@@ -141,7 +142,7 @@ def make_trainer(
         (names_of,) = registry.hooks("benchmark_names")
         names, test = names_of(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
-            raise ValueError(f"dataset_test_split is {test!r}, a benchmark in `exams`: rename the dataset's split.")
+            raise ValueError(f"dataset_test_split {test!r} is also a benchmark in `exams`: rename the dataset's split.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",

@@ -1,7 +1,7 @@
 """`GRPOTrainer`: a `transformers.Trainer` whose training loop, `loop.py`, works with four parts of the trainer:
 
     sampler        rollout/sampler.py        prompts -> scored groups
-    learner        training/learner.py       scored groups -> optimizer steps -> gradients
+    learner        training/learner.py       scored groups -> gradient of each optimizer step
     checkpointer   training/checkpointer.py  checkpoints, resuming, SIGTERM
     recorder       extensions/recording/     data of the run's report
 
@@ -74,7 +74,8 @@ class GRPOTrainer(TrainerBase):
         peft_config: a `peft.LoraConfig`. If it is set, the adapter is trained instead of the whole model.
         tools: functions that the model may call while it generates (see docs/guide/tools.md).
         rollout_func: a function ``f(prompts, trainer) -> dict`` that makes the completions of all prompts.
-        environment_factory: a function that makes environments with tools as methods, or a dict name -> function.
+        environment_factory: a function that makes an environment (an object with tools as methods), or a dict {value
+            of a row's column ``environment``: such a function}.
         agent: a function or command that runs once per completion and calls the model over HTTP (docs/guide/tools.md).
 
     Raises:
@@ -194,16 +195,17 @@ class GRPOTrainer(TrainerBase):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Convert one group's rewards [G, R] to advantages: [G], or a flat tensor with one per completion token.
 
-        Rewards of an agent's single answers give advantages per token. With `scale_rewards` batch or batch_centered,
-        or `multi_objective_aggregation: normalize_then_sum`, the trainer later divides all advantages by a standard
-        deviation over the optimizer step."""
+        Advantages are per token if an agent's turns are rewarded one by one. With `scale_rewards` batch or
+        batch_centered, or `multi_objective_aggregation: normalize_then_sum`, the trainer later divides all advantages
+        by a standard deviation over the optimizer step."""
         advantages = self.estimator.of_group(rewards)
         if (add := self.feature.add_advantages) is None:
             return advantages
         return add(advantages, group, self.estimator, {reward.name: reward.weight for reward in self.rewards})
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
-        """Compute a micro-batch's metrics and its loss summed over tokens. The trainer later divides the gradients."""
+        """Compute a micro-batch's metrics, and its loss as a sum over tokens. The trainer divides the step's gradients
+        by a denominator, e.g. the step's number of tokens in the loss (`TokenLoss.denominator`)."""
         entropy_gradient = self.loss.entropy_bonus and micro_batch.step_constants.coefficient != 0
         forward = PolicyForward(model, self.args.temperature, entropy_gradient, self.learner.forward_steps)
         logprobs, entropy, values = forward(micro_batch)

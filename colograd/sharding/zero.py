@@ -101,7 +101,7 @@ class Bucket:
 def buckets_of(
     model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS, group: Any = None
 ) -> list[Bucket]:
-    """Divide the trained parameters into buckets of one dtype. The last parameters come first, as in a backward."""
+    """Divide trained parameters into buckets, each of one dtype. The last parameters come first, as in a backward."""
     trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
     buckets = []
     for _, same_kind in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
@@ -277,9 +277,9 @@ class SharedGradients(SharedOptimizer):
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss has gradients for the same parameters on all ranks.
+        """Return True: the loss has gradients for the same parameters on all ranks. A subclass may return False.
 
-        If not, buckets are summed only at the backward's end, because ranks must sum them in the same order."""
+        Then buckets are summed only at the backward's end, because ranks must sum them in the same order."""
         return True
 
     def _on_gradient(self, index: int) -> None:
@@ -303,7 +303,7 @@ class SharedGradients(SharedOptimizer):
 
 @contextlib.contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Report an error in the body to the other ranks, except if all ranks of the group ``row`` run out of memory.
+    """Report an error in the `with` block to the other ranks, unless all ranks of the group ``row`` ran out of memory.
 
     The group's ranks train a row together and do equal work. If all of them run out of memory at the same operation,
     no rank waits for another, and the step can be repeated."""

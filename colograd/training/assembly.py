@@ -49,11 +49,11 @@ class Assembly:
 def assemble(
     config: GRPOConfig, prepared: PreparedRun, max_tokens: int, samples: bool, times: PhaseTimes, closing: ExitStack
 ) -> Assembly:
-    """Build the second models, and move the policy to its device. A collective call.
+    """Build the reference and teacher models, and move the policy to its device. A collective call.
 
     If the run samples (``samples``), also build the engine and the weight sync.
 
-    A hook ``context(config, policy, tokens)`` checks ``tokens``, the maximum of a prompt with its completion."""
+    A hook ``context(config, policy, tokens)`` checks ``tokens``, the maximum length of a prompt with its completion."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
@@ -215,10 +215,11 @@ def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
 
 
 def choose_kernels(learner: Learner, closing: ExitStack) -> None:
-    """Install fused kernels and compile layers, in the policy and in second models whose `of_policy` is true.
+    """Install fused kernels and compile layers, if configured: in the policy, and in reference and teacher models that
+    use the policy's kernels (`SecondModel.of_policy`). A collective.
 
-    A collective. A hook ``kernels(config)`` returns None or ``install``. ``install(policy, second models)`` installs
-    kernels, and returns a function that removes them. A hook ``uncompiled(model)`` excludes layers from compilation."""
+    A hook ``kernels(config)`` returns None or ``install``. ``install(policy, models)`` installs kernels, and returns a
+    function that removes them. A hook ``uncompiled(model)`` excludes layers from compilation."""
     args, model = learner.config, learner.model
     models = (second.model for second in learner.second_models.values() if second.of_policy)
     others = [each for each in models if unwrap(each) is not unwrap(model)]

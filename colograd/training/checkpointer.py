@@ -50,7 +50,7 @@ PATIENCE = 10.0  # Seconds that a save in the background may take before the nex
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
     """Install signal handlers: outside of training, a stop signal (e.g. SIGTERM) ends all ranks at once.
 
-    Ctrl-C raises KeyboardInterrupt as usual. ``closing`` removes the handlers."""
+    Ctrl-C, and signals that the user's script handles, keep their handlers. ``closing`` removes the new handlers."""
     status = args.exit_status_after_stop
     stop = StopSignal.outside_training(args.stop_signals, TERMINATED if status is None else status, faults.tell_stop)
     faults.stop_listeners[:] = [stop.stop]
@@ -140,7 +140,7 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """Stop the body at a stop signal, after a checkpoint if possible. When the body ends, wait for the saves."""
+        """End training at a stop signal, after a checkpoint if possible. When the `with` block ends, wait for saves."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]

@@ -104,7 +104,7 @@ def loss_pass(
     passed: Callable[[int], None] = lambda tokens: None,
     metrics: Metrics | None = None,
 ) -> Metrics:
-    """Run forward and backward of this rank's micro-batches of a step that aren't trained yet.
+    """Run forward and backward on this rank for the step's micro-batches that aren't trained yet.
 
     Args:
         sharding: strategy that runs the backward. None means that only the forward runs.
@@ -215,7 +215,7 @@ class Learner:
             yield self.pending.pop(0)
 
     def with_scores(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add outputs of reference and teacher models to rows. Then loss terms may change advantages. A collective."""
+        """Add outputs of reference and teacher models to rows, then let loss terms change advantages. A collective."""
         phase, autocast = self.events.times.phase, self.hooks.compute_loss_context_manager
         steps = with_second_logprobs(self.second_models, steps, self.config.temperature, phase, autocast)
         for term in self.objective.terms:

@@ -173,9 +173,10 @@ def eval_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns`` to a dataset. If the rollout source writes prompts, add a missing prompt column.
+    """Apply `remove_unused_columns` to a dataset. A hook ``prompt_columns(config)`` returns names of columns to keep.
 
-    A hook ``prompt_columns`` is a function config -> names of columns to keep."""
+    If the column ``prompt`` is missing and the rollout source writes the prompts, add empty prompts, and keep all
+    columns."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
@@ -193,8 +194,9 @@ def prompt_rules(
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
         raise ValueError(
-            f"max_completion_length is {completion}, but the context has {most} tokens and must hold a prompt, too: "
-            "lower `max_completion_length`, or raise `vllm_max_model_length`."
+            f"The longer of max_completion_length and max_completion_length_eval is {completion}, but the context has "
+            f"{most} tokens and must hold a prompt, too: lower the setting, or raise `vllm_max_model_length` if the "
+            "model's context is longer."
         )
     return PromptRules(
         policy.tokenizer,
@@ -227,7 +229,7 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return the object of a hook ``prompt_reader`` that reads e.g. images from dataset rows, or None."""
+    """Return the reader that a hook ``prompt_reader(policy)`` makes, or None. It reads e.g. images of dataset rows."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 

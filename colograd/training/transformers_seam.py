@@ -110,12 +110,11 @@ class SeamTrainer(Trainer):
         return Checkpointer(self)
 
     def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        """Find the checkpoint to resume from, and load it if the run has no step left.
-
-        transformers would train one more step from such a checkpoint.
+        """Find the checkpoint to resume from. If no step is left to train, load the checkpoint here, because
+        transformers would train one more step.
 
         Returns:
-            (checkpoint or None, output). The output is None if steps are left to train.
+            The checkpoint or None, and the output of `train` (None: steps are left to train).
         """
         wanted = self.args.resume_from_checkpoint if wanted is None else wanted
         checkpoint = self.checkpointer.find(wanted)
@@ -199,9 +198,9 @@ class SeamTrainer(Trainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Round ``max_steps`` up to whole rounds, because a run can't resume within a round.
+        """Return transformers' values, with ``max_steps`` raised to a multiple of `round_length`.
 
-        A round is the optimizer steps from one generation to the next."""
+        A run can't resume within a round (the optimizer steps from one generation to the next)."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 

@@ -111,7 +111,8 @@ class Late(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Raise `Late` in the body after ``seconds`` (None: never). If the body goes on, end the process after `GRACE`."""
+    """Raise `Late` in the `with` block after ``seconds`` (None: never). If the block still runs `GRACE` seconds later,
+    print ``problem`` and end the process."""
     if seconds is None:
         yield
         return

@@ -88,9 +88,9 @@ def map_parameters(
     policy: torch.nn.Module, engine: VLLMTensors, place: int = 0, ranks: int = 1,
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:  # fmt: skip
-    """Pair the parameters of the policy (of a LoRA policy's base) with their slices of the engine's tensors. ``place``
-    is this rank's index among the ``ranks`` of its engine. Weights in ``served`` get no slices, because the engine
-    reads them from the policy's memory."""
+    """Pair the policy's parameters (with LoRA, the base model's) with their slices of the engine's tensors. ``place``
+    is this rank's index among the ``ranks`` of its engine. Quantised weights in ``served`` get no slices, because the
+    engine reads them from the policy's memory."""
     targets: dict[str, torch.Tensor] = dict(engine.parameters())
     packed, read = packed_weights(policy), read_parameters(unwrap(policy))
     policy_names = {base: name for name, _ in policy.named_parameters() if (base := base_name(name)) is not None}
@@ -160,7 +160,7 @@ def _match_by_shape(
     matches = [other for other, tensor in free.items() if is_like(other, tensor)]
     if len(matches) != 1 or sum(is_like(other, sources[other]) for other in missing) != 1:
         shape = tuple(sources[name].shape)
-        raise UnmappedParameter(f"The engine has no tensor that is clearly {name} {shape}. Use another model.")
+        raise UnmappedParameter(f"{name} {shape} has no unique counterpart in the engine. Use another model.")
     return matches[0]
 
 
@@ -196,8 +196,9 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield slices of vLLM's tensors `ABSORBED`: per head a matrix (P, L) for keys and (L, V) for values, with latent
-    size L. ``parts`` are the slices of the weight of `EXPANDS`, a matrix (H * (P + V), L) for the rank's H heads."""
+    """Yield the slices of a `kv_b_proj` weight in vLLM's copies for decoding (`ABSORBED`): per head a matrix (P, L) for
+    keys and (L, V) for values, with latent size L. ``parts`` are the weight's slices in vLLM's `kv_b_proj`, a matrix
+    (H * (P + V), L) for the rank's H heads. Other parameters have no copies."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
@@ -214,8 +215,8 @@ def _experts(
     name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: VLLMTensors, place: int,
     ranks: int,
 ) -> list[Part]:  # fmt: skip
-    """Return the slices of a parameter with all experts of one block. Ranks split the gate and up projections by rows,
-    and the down projection by columns."""
+    """Return the slices of a parameter that stacks all experts of a block; [] for other parameters. Ranks split the
+    gate and up projections by rows, and the down projection by columns."""
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts") or last not in EXPERTS:
         return []
@@ -240,7 +241,7 @@ def _experts(
     if [*target.shape] != expected:
         raise UnmappedParameter(
             f"{name} has the shape {tuple(target.shape)} in vLLM, not {tuple(expected)}: the engine's kernel for "
-            "experts has another layout than checkpoints."
+            "experts has another layout than checkpoints. Choose no kernel in vllm_engine_kwargs, or use another model."
         )
     if ranks == 1:
         return [(target, ())]
@@ -287,7 +288,7 @@ def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Seq
 
 
 def _chunks(target: torch.Tensor, sizes: Sequence[int], place: int, ranks: int, axis: int) -> list[Part]:
-    """Return a rank's slices of a tensor with fused parts along ``axis``. ``sizes``: sizes of the whole parts."""
+    """Return a rank's slices of a tensor with fused parts along ``axis``. ``sizes``: sizes of the undivided parts."""
     parts: list[Part] = []
     before = [slice(None)] * axis
     start = 0
@@ -300,7 +301,7 @@ def _chunks(target: torch.Tensor, sizes: Sequence[int], place: int, ranks: int, 
 
 
 def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> tuple[list[int], list[int]]:
-    """Return two lists by fused part: a rank's number of rows, and the number of ranks with the same rows."""
+    """Return two lists with one number per fused part: rows on a rank, and ranks that hold these same rows."""
     rows = [part.shape[0] // ranks for part in parts]
     first, others = rows[0], sum(rows[1:])
     times = (target.shape[0] - first) // others if others else 1
@@ -339,8 +340,8 @@ def is_near(part: Slice) -> bool:
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
     """Return ``slices`` with `Slice.rows` where vLLM reorders rows, e.g. queries, keys and values that a checkpoint
-    interleaves by head (BLOOM, GPT-NeoX). The order is inferred from values. A bias gets its weight's order, because a
-    bias of zeros shows no order."""
+    interleaves by head (BLOOM, GPT-NeoX). The order is inferred from values. A bias gets the order of its layer's
+    weight, because a bias of zeros shows no order."""
     config = policy.config.get_text_config()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)
@@ -365,8 +366,8 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
     """Yield the known row orders of a weight with ``total`` rows, ``queries`` query heads and ``keys`` key heads.
 
-    An order is a list of tensors with row indices of the policy, in the engine's order. Each rank of an engine holds a
-    part of each tensor."""
+    An order is a list of index tensors: the policy's rows in the sequence of the engine's rows. A fused weight's order
+    has three tensors (queries, keys, values), because ranks divide each of the three separately."""
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
         by_head = rows.view(keys, group + 2, -1)

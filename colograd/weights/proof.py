@@ -1,4 +1,4 @@
-"""Checks at start that a weight sync reaches the engine: each parameter's slice of an engine tensor is the right one.
+"""Check at start that each policy parameter has the right slice of an engine tensor, and that the engine reads it.
 
 *Equal values*: policy and engine loaded the same checkpoint, so the slice equals the parameter. Equality isn't
 enough: many norm weights are all 1, and the engine may read a packed copy instead of the slice.
@@ -58,7 +58,7 @@ def check_equal(slices: Sequence[Slice]) -> None:
             raise RuntimeError(
                 f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
                 f"checkpoint ({', '.join(differing[:3])}): Colograd doesn't know this architecture's layout of weights "
-                "in vLLM yet."
+                "in vLLM yet. Use another model."
             )
 
 
@@ -96,8 +96,8 @@ def _check_differences(differences: torch.Tensor, most: float, where: str = "") 
         raise RuntimeError(
             f"With the policy's weights the engine's log-probabilities differ by {error:.2g} nats on "
             f"average{where}, which is above the rounding error of {most:.2g}: vLLM computes this architecture "
-            "differently, or stores its weights in an unknown layout. Choose another model, or load a quantised model "
-            "without quantisation."
+            "differently, or stores its weights in an unknown layout. Use another model. If this one is quantised, "
+            "load it without quantisation."
         )
 
 

@@ -113,8 +113,8 @@ def weight_sync(
 
     Args:
         untouched: whether the policy has exactly the values of the checkpoint that the engine loaded.
-        cut: how the policy will be divided. "rows": each rank will keep some rows of the weights. "parts": this
-            function leaves each rank the parts of parameters that its engine's rank has. "": not at all.
+        cut: how ranks divide the policy. "": not at all. "rows": later, each rank will keep some rows of the weights.
+            "parts": in this function, each rank keeps the part of each parameter that vLLM holds on this rank.
     """
     rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:
@@ -140,8 +140,8 @@ def weight_sync(
         untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
         if engine.served is not None and (unused := engine.served.unused(untested)):
             raise RuntimeError(
-                f"{unused} of the engine's layers don't use the policy's packed weights, because Colograd doesn't know "
-                "this architecture yet. Set weights: auto to copy them."
+                f"weights is 'shared', but {unused} of the engine's layers don't use the policy's quantised weights: "
+                "Colograd doesn't know this architecture yet. Set weights: auto to copy them."
             )
     pairing = Pairing(policy, engine, slices, device, equal and not packed, tower_prompt)
     if cut == "parts":  # an extension cuts the policy, and returns the sync
@@ -189,7 +189,7 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
         name, reason = next(iter(obstacles.items()))
         raise ValueError(
             f"weights is 'shared', but {len(obstacles)} of {len(pairing.slices)} parameters can't be shared ({name}: "
-            f"{reason}): set weights: auto. Or remove dtype from vllm_engine_kwargs if the policy has another."
+            f"{reason}): set weights: auto. If the cause is dtype in vllm_engine_kwargs, remove it."
         )
     policy, engine, ranks = pairing.policy, pairing.engine, pairing.engine.layout.ranks_per_engine
     if wanted == "copied" or len(obstacles) == len(pairing.slices) or ranks > 1:

@@ -192,7 +192,7 @@ class SharedWeights(CopiedWeights):
 
 
 def bytes_apart(policy: torch.nn.Module, engine: VLLMTensors) -> int:
-    """Return the bytes of policy parameters outside the engine's tensors, including the scales of quantised weights."""
+    """Count the bytes of policy parameters outside the engine's tensors, including the scales of quantised weights."""
     shared = {parameter.untyped_storage().data_ptr() for parameter in engine.parameters().values()}
     packed = packed_weights(policy)
     return sum(
@@ -206,7 +206,7 @@ def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Tied
-    parameters share a tensor. Other tensors share no storage: `save_pretrained` would clone tensors that share one."""
+    parameters share a tensor. All others have separate storages, because `save_pretrained` would clone shared ones."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
     queued = False

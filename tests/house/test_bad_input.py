@@ -652,7 +652,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
             {"push_to_hub": "true", "max_completion_length": "8"},
             "push_to_hub needs a repository on the Hub, but making 'out' failed (ConnectError",
         ),
-        ({"max_completion_length": "300"}, "max_completion_length is 300, but the context has 256 tokens"),
+        ({"max_completion_length": "300"}, "max_completion_length_eval is 300, but the context has 256 tokens"),
         ({"max_prompt_tokens": "3", "max_completion_length": "8"}, "all 1 prompts are over the limit of 3 tokens"),
     ],
 )
