@@ -136,7 +136,7 @@ CONFLICTS = (
     Conflict("attn_implementation",
              When("unknown", lambda name: name is not None and not name.startswith(KNOWN_ATTENTION)), "", ANY,
              "it is unknown", "remove it (training runs the packed attention)"),
-    Conflict("fp16", SET, "", ANY, "policies train in bfloat16 or float32", "set dtype instead"),
+    Conflict("fp16", SET, "", ANY, "policies train in bfloat16 or float32", "remove it (bfloat16 is the default)"),
     Conflict("auto_find_batch_size", SET, "", ANY,
              "it would split groups of completions", "remove it and lower max_tokens_per_microbatch instead"),
     Conflict("fsdp", SET, "", ANY,

@@ -98,7 +98,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
     transformers."""
     torch_compile: bool = knob(False)
     """Compile the policy's decoder layers: norms, rotary embedding, activation and residuals become a few fused
-    kernels. One compilation at start (a minute or more) serves all layers and lengths. Needs packed rows."""
+    kernels. One compilation at start (17 s on an H100, 15 to 50 s on two CPU cores) serves all layers and lengths.
+    Needs packed rows."""
     use_liger_kernel: bool = knob(False, extension="liger")
     """On a GPU, use Liger's Triton kernels for norms, rotary embedding and activation in policy and reference; they are
     compared with the model's at start. Liger's losses aren't used. Needs the package liger-kernel."""

@@ -229,7 +229,7 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
                 undo = put(model, others)
             closing.callback(undo)
     if args.torch_compile:
-        learner.events.console.say("policy: torch compiles its layers: a minute or more, less the next time")
+        learner.events.console.say("policy: torch compiles its layers, which takes up to a minute; less the next time")
         for each in (unwrap(model), *others):
             for keep_uncompiled in registry.hooks("uncompiled"):
                 keep_uncompiled(each)
