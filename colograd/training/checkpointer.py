@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint import folders
@@ -117,13 +118,14 @@ class Checkpointer(TrainerCallback):
             say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
             with on_all_ranks("the checkpoint's settings"):
                 settings = run_settings(self.args, self.trainer.rewards, self.trainer.feature.digests())
-                changed, kind = folders.changed_settings(checkpoint, settings), str(self.args.lr_scheduler_type)
+                changed = folders.changed_settings(checkpoint, settings)
+                kind = SchedulerType(self.args.lr_scheduler_type).value
                 if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
                     was, now = changed["learning_rate"]
                     raise ValueError(
                         f"learning_rate is {now}, but {checkpoint} was trained with {was}, and "
                         f"lr_scheduler_type {kind} continues from the checkpoint's learning rate: set learning_rate: "
-                        f"{was}, or an lr_scheduler_type that computes the rate from the step."
+                        f"{was}."
                     )
             if changed:
                 listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())

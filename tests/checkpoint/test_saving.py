@@ -19,6 +19,7 @@ import torch
 from paths import SCRIPTS
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
+from transformers.trainer_utils import SchedulerType
 
 from colograd.checkpoint import folders, manifest, writing
 from colograd.checkpoint.writing import HostFiles, Save, Writer, why_in_foreground, write_bytes
@@ -405,3 +406,13 @@ def test_library_file_has_the_same_tensors(tmp_path: Path) -> None:
         for name in ours.keys():  # noqa: SIM118
             assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
             assert ours.get_slice(name).get_dtype() == theirs.get_slice(name).get_dtype()
+
+
+@engine
+def test_rate_kept_in_the_schedule_refuses_another(run: Any) -> None:
+    vars(run.args).update(max_steps=1, lr_scheduler_type=SchedulerType.REDUCE_ON_PLATEAU)
+    run.train()
+    was = run.args.learning_rate
+    vars(run.args)["learning_rate"] = 2 * was
+    with pytest.raises(ValueError, match=f"reduce_lr_on_plateau continues .*: set learning_rate: {was}"):
+        run.checkpointer.begin(f"{run.args.output_dir}/checkpoint-1")
