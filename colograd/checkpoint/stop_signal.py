@@ -62,8 +62,8 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first stop signal, so that the trainer can write a checkpoint before it stops. Enforces the deadline.
 
-    A second Ctrl-C raises KeyboardInterrupt. A signal other than Ctrl-C ends the process at once if an earlier
-    such signal came more than `REPEATED` seconds before.
+    A second Ctrl-C raises KeyboardInterrupt. Of other signals, one that comes more than `REPEATED` seconds after the
+    first ends the process at once.
 
     ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds from a signal to the deadline (None: not set).
     ``status``: exit status of the process after a stop."""

@@ -363,7 +363,7 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
             self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, y_offset: int, y_slice_size: int,
             add_inputs: bool = True,
         ) -> None:  # fmt: skip
-            """Add x (tokens, rank) B' to ``y_slice_size`` columns of y (tokens, out), with B (slots, 1, out, rank)."""
+            """Add x B' to columns of y (tokens, out): x (tokens, rank), B (slots, 1, y_slice_size, rank)."""
             product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
             columns = y[:, y_offset : y_offset + y_slice_size]
             columns.add_(product) if add_inputs else columns.copy_(product)

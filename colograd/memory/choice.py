@@ -48,7 +48,9 @@ def fits(run: RunDescription, strategy: str) -> bool:
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Return whether weights, gradients, optimizer and KV cache fit without activations, which are only estimated."""
+    """Return whether weights, gradients, optimizer and KV cache fit: on a GPU only a KV cache that the user set.
+
+    Activations don't count, because they are only estimated."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
     sampling = cache + (0 if run.offloads or run.streams else plan.optimizer)

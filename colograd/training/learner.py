@@ -64,7 +64,7 @@ def step_batch(
 
     Args:
         statistics: statistics of this rank's groups.
-        tell: function that gets the joined statistics of all ranks.
+        tell: function that is called with the joined statistics of all ranks.
         groups: the groups to pack, by default ``step.kept`` without the groups that ``rules`` skip.
     """
     with times.phase("pack"):

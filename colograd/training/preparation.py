@@ -156,8 +156,8 @@ def eval_prompts_of(
 ) -> Any:
     """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
 
-    A hook ``benchmark(dataset, policy, config, context)`` returns a dataset, or a benchmark with an `evaluate` method.
-    ``context``: maximum tokens of a sequence in the vLLM engine. None: the engine isn't built yet."""
+    A hook ``benchmark(dataset, policy, config, context)`` may replace datasets by objects with `evaluate` and
+    `dropped_line`. ``context``: maximum tokens of a sequence in the vLLM engine. None: no engine yet."""
     for replace in registry.hooks("benchmark"):
         dataset = replace(dataset, policy, args, context)
 

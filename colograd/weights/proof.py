@@ -256,7 +256,7 @@ def probe_ids(engine: Engine, length: int) -> list[int]:
 
 @contextmanager
 def changed(tensor: torch.Tensor) -> Iterator[None]:
-    """Negate a tensor in its memory while the context lasts (add 1 to zeros), and restore every bit afterwards."""
+    """Negate a tensor in place while the context lasts (or add 1 if it is all zeros), then restore every bit."""
     with torch.no_grad():
         zeros = tensor.clone() if not tensor.any() else None  # negation leaves zeros unchanged
         tensor.neg_() if zeros is None else tensor.add_(1)

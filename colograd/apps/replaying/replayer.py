@@ -66,15 +66,17 @@ class ReplayStore(RolloutStore):
                 continue
             is_there = f"has {number} of its {wanted} groups" if number else "isn't recorded"
             rounds = list(self.rounds())
-            recorded = f"{len(rounds)} round(s), those from step {rounds[0]} to {rounds[-1]}" if rounds else "nothing"
+            recorded = "nothing"
+            if rounds:
+                recorded = f"{len(rounds)} round(s) of {steps_named(rounds[0] + 1, rounds[-1] + args.round_length)}"
             later = sorted(step for step in complete_steps(str(self.replay.run)) if step > start)
             others = f" (there are those of steps {', '.join(map(str, later))})" if later else ""
             origin = f"checkpoint-{start}" if start else f"the initial model, as no checkpoint is earlier{others}"
             raise JournalError(
                 f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: the "
                 f"replay would begin at {origin}, but the round of {steps_named(step + 1, step + args.round_length)} "
-                f"{is_there} in {self.folder}. That folder holds {recorded}. Name recorded steps. With journal: keep a "
-                "run records all rounds; lower save_steps or raise save_total_limit for more checkpoints to start from."
+                f"{is_there} in {self.folder}. That folder holds {recorded}. Name recorded steps. `journal: keep` "
+                "records all rounds of a run; a lower save_steps or a higher save_total_limit keeps more checkpoints."
             )
 
     def lacks(self, problem: str) -> None:

@@ -180,7 +180,7 @@ def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
         raise ValueError(f"curriculum: {problem} (shares has {listed(names)}): {remedy}.")
     if absent := [name for name in names if name not in set(values)]:
         present = f"the column {curriculum.column!r} has only {listed(sorted({*values}))}"
-        raise ValueError(f"curriculum: shares has {absent[0]!r}, but {present}: remove the share.")
+        raise ValueError(f"curriculum: `shares` names {absent[0]!r}, but {present}: remove the share.")
     return np.array([names.index(value) for value in values])
 
 

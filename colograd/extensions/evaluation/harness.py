@@ -161,7 +161,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ValueError(
             f"The task {name!r} can't be loaded: {why}. It may need a package, a connection to the Hub or a filled "
-            "cache. A task of your own is a YAML file, given by its path or found in --include-path."
+            "cache. A task of your own is a YAML file: give its path."
         ) from error
     meant = f" Did you mean {', '.join(near)}?" if near else ""
     raise ValueError(f"lm-evaluation-harness has no task {name!r}, and no folder of --include-path has one.{meant}")

@@ -34,7 +34,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
     Args:
         offload: whether the copy's weights are in host memory while the copy doesn't compute.
         follows: description for the log of how the policy is mixed into the copy. "": the copy stays constant.
-        place: device to make the copy on if ``offload`` is false. None: ``device``, where the copy computes.
+        place: device to make the copy on if ``offload`` is false. None: ``device``, on which the copy computes.
     """
 
     def __init__(

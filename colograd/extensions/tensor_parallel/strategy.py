@@ -189,7 +189,7 @@ class TensorParallel(TensorStrategy, WholeCopies):
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: Write = save_file
     ) -> bool:
-        """Write the optimizer state of this rank's policy part if ``keep`` is true on any engine rank. A collective."""
+        """Write the optimizer state of this rank's part if ``keep`` is true on a rank of its engine. A collective."""
         engine = self.cut.engine
         keeps = gather(keep)
         if any(keeps[rank] for rank in engine.ranks):

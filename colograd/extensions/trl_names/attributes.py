@@ -73,8 +73,8 @@ class TRLNames:
             raise ValueError(
                 f"{cls.__name__} defines compute_loss({', '.join(parameters)}) with transformers' arguments, but "
                 f"this trainer passes one micro-batch, no {' and no '.join(wrong)}, and needs a LossOutput. Write `def "
-                "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, "
-                "loss=...)` of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
+                "compute_loss(self, model, micro_batch, **kwargs)`, call `output = super().compute_loss(model, "
+                "micro_batch)`, and return `dataclasses.replace(output, loss=...)` (docs/losses.md)."
             )
 
     if not TYPE_CHECKING:  # hidden from type checkers, which know the real attributes

@@ -57,7 +57,7 @@ class ServedLayers(EngineFeature):
         return [part for parts in self.numbers.values() for part in parts]
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Return the number of layers that have made no product so far. Layers with a weight in ``but`` don't count."""
+        """Return how many layers haven't multiplied by their weight yet, without the layers of a weight in ``but``."""
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
