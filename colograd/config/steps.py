@@ -46,7 +46,7 @@ class StepKnobs(TrainingArguments):
     `revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see
     docs/guide/distillation.md."""
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
-    max_prompt_tokens: int | None = knob(None)
+    max_prompt_tokens: int | None = knob(None, at_least=1)
     """Maximum tokens of a prompt; default: the engine's context minus `max_completion_length`."""
     overlong_prompts: str = knob("drop", one_of=("drop", "error"))
     """Prompts over the limit: `drop` (and count), or `error`."""

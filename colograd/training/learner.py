@@ -134,7 +134,7 @@ def loss_pass(
     for index, number in enumerate(numbers(losses) if sharding is not None else (), start=step.trained):
         if not math.isfinite(number):
             raise FloatingPointError(
-                f"The loss of step {step.version + 1}, micro-batch {index} is {number}: training stops before the "
+                f"The loss of step {step.version + 1}, micro-batch {index + 1} is {number}: training stops before the "
                 "weights are touched. Lower `learning_rate` or `max_grad_norm`, and look at the step's completions."
             )
     return metrics

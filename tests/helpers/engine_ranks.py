@@ -21,7 +21,7 @@ FAULTS = {
     "killed": "Rank 1",
     "inside": "no room within a layer",
     "hangs": r"Rank 1 made no progress for 1\d s \(rank_timeout\) in .*fail_inside",
-    "loss": "loss of step 2, micro-batch 0 is nan",
+    "loss": "loss of step 2, micro-batch 1 is nan",
 }
 FIGURES = ("loss", "entropy", "grad_norm", "reward", "num_tokens", "completions/mean_length", "train/packed_tokens")
 

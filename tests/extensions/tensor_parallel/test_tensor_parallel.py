@@ -155,7 +155,7 @@ def test_an_adapter_is_merged_on_its_way_into_the_parts(tiny_model: Path, tmp_pa
     ("fault", "told"),
     [
         ("reward", "the judge of rank 0 is out"),
-        ("loss", "The loss of step 2, micro-batch 0 is nan"),
+        ("loss", "The loss of step 2, micro-batch 1 is nan"),
     ],
 )
 def test_what_fails_on_one_rank_of_an_engine_ends_both(tiny_model: Path, tmp_path: Path, fault: str, told: str) -> None:
