@@ -338,8 +338,8 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "two sharding strategies at once": (
         lambda _: config(sharding="optimizer", deepspeed={"zero_optimization": {"stage": 2}}),
-        "sharding is 'optimizer', but the launcher or deepspeed requests DeepSpeed's ZeRO-2",
-        "is 'gradients'",
+        "sharding is 'optimizer', but the launcher or `deepspeed` requests DeepSpeed's ZeRO-2",
+        "is sharding 'gradients'",
         "remove one of the two",
     ),
     "a sharding strategy that isn't there": (

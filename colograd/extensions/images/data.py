@@ -57,7 +57,7 @@ class ImageReader:
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
                 f"{rules.where(row)}: with its images the prompt has {len(made.ids)} tokens, over the "
-                f"limit of {rules.max_prompt_tokens}. The count at start was lower. Remove this row from the dataset."
+                f"limit of {rules.max_prompt_tokens}. The check at start counted fewer tokens. Remove this row."
             )
         self._latest[row] = made
         size = 1 if made.media is None else max(1, made.media.nbytes)
@@ -90,7 +90,7 @@ class ImageReader:
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
-        """Rebuild images of a rollout record. A record has no pixel tensors, so the processor computes them again."""
+        """Return a rollout record's images, processed again for the model. A record has no pixel tensors."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
@@ -234,7 +234,8 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
         raise Unreadable(f"{where}: the row has both `images` and `image`: leave one of the columns out.")
     if several is not None and not isinstance(several, (list, tuple)):
         raise Unreadable(
-            f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into column `image`."
+            f"{where}: `images` has the type {type(several).__name__}, but must be a list: give a "
+            "list of images, or put a single image into the column `image`."
         )
     return [in_rgb(image, where) for image in several or ([] if one is None else [one])]
 

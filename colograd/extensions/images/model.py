@@ -23,15 +23,16 @@ class Images(ModelFeature):
         window = getattr(text, "sliding_window", None)
         if see_both_ways(model_config) and window and tokens > window:
             raise ValueError(
-                f"{kind} has {name} {tokens}, more than its sliding_window, {window}: in vLLM the tokens of a larger "
-                "image don't all attend to each other. Choose a model with fewer tokens per image or a larger window."
+                f"{kind} has {name} {tokens}, more than its sliding_window, {window}. In vLLM the tokens of an image "
+                "don't all attend to each other if the image has more tokens than the window. Choose a model with "
+                "fewer tokens per image or a larger window."
             )
         given: dict[str, Any] = dict(wanted.config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
         part = int(given.get("long_prefill_token_threshold") or 0)
         if see_both_ways(model_config) and 0 < part < tokens:
             raise ValueError(
-                f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has {name} {tokens}, "
-                "and the engine must read an image's tokens in one step: raise or remove long_prefill_token_threshold."
+                f"vllm_engine_kwargs has `long_prefill_token_threshold: {part}`, but an image of {kind} has {tokens} "
+                f"tokens, which the engine must read in one step: set at least {tokens}, or remove this argument."
             )
         if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id != 0:
             raise ValueError(

@@ -67,9 +67,9 @@ class Images(Media):
         return dataclasses.replace(self, places=tuple(tokens + place for place in self.places))
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
-        """Join the images of a prompt and of the tokens that follow the prompt.
+        """Join the images of the prompt ``before`` and the images ``media`` of the tokens ``ids`` that follow it.
 
-        If either has no images, `STAND_IN` replaces placeholder tokens in it, so that vLLM puts no image there.
+        If ``before`` or ``ids`` has no images, `STAND_IN` replaces its placeholder tokens, so vLLM puts no image there.
         """
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]

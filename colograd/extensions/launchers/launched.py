@@ -26,18 +26,20 @@ def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
         sharding, requested = settings.get("sharding", config.sharding), request["sharding"]
         if sharding not in ("none", "auto", requested):
             raise ValueError(
-                f"sharding is {sharding!r}, but the launcher or deepspeed requests {name}, which is {requested!r}: "
-                "remove one of the two (recipes/accelerate_configs/ddp.yaml requests no sharding)."
+                f"sharding is {sharding!r}, but the launcher or `deepspeed` requests {name}, which is sharding "
+                f"{requested!r}: remove one of the two (recipes/accelerate_configs/ddp.yaml requests no sharding)."
             )
         settings |= request
     return settings, f"sharding: {made[0][0]}, as requested, is sharding: {settings['sharding']} here" if made else ""
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
-    """Return the launcher's and ``deepspeed``'s sharding requests. Move the launcher's to the variable `KEPT`."""
+    """Return the sharding requests of the launcher and of ``deepspeed``.
+
+    Move the launcher's request from accelerate's environment variables to the variable `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
-            f"{MEGATRON} is set, but Megatron-LM isn't supported: launch with `torchrun`, and set sharding."
+            f"{MEGATRON} is set, but Megatron-LM isn't supported: launch with `torchrun`, and set `sharding`."
         )
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one.")
@@ -97,7 +99,8 @@ def from_deepspeed(source: str | dict[str, Any]) -> Request:
     for part, device in offload.items():
         if device not in ("none", "cpu"):
             raise ValueError(
-                f"{origin} has offload_{part} on {device!r}, but only host memory is supported: set cpu or none."
+                f"{origin} has offload_{part} on {device!r}, but only host memory is supported: set device "
+                "to cpu or none."
             )
     sharding = STAGES[int(stage)]
     if offload["param"] == "cpu" and sharding != "fsdp":

@@ -1,5 +1,5 @@
 """Liger's Triton kernels in the policy. liger-kernel also replaces classes and functions in the architecture's
-Python module, and so for all models of this architecture."""
+Python module. This affects all models of the architecture."""
 
 from __future__ import annotations
 

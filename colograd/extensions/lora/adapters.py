@@ -108,7 +108,7 @@ def take_adapter(model: Any) -> Adapter:
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
             f"A run trains exactly one adapter, but the PeftModel has {', '.join(model.peft_config)} "
-            f"({len(model.active_adapters)} active): delete all other adapters (delete_adapter)."
+            f"({len(model.active_adapters)} active): keep only one (delete_adapter), and activate it (set_adapter)."
         )
     (name,) = model.active_adapters
     config = model.peft_config[name]

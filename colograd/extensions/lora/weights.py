@@ -1,7 +1,8 @@
 """Weight sync `adapter`: a publish writes a LoRA adapter into vLLM's slots. The first publish also writes the base.
 
-A layer of vLLM has tensors A (slots, 1, rank, in) and B (slots, 1, out, rank) for each part of a fused layer (q, k and
-v), and adds x A^T B^T to its output. Unused elements are 0. The engine's B is the policy's B times the LoRA scaling.
+For each part of a fused layer (q, k and v), vLLM has tensors A (slots, 1, rank, in) and B (slots, 1, out, rank). vLLM
+adds x A^T B^T to the part's output, where x is the layer's input. Unused elements of A and B are 0. The engine's B is
+the policy's B times the LoRA scaling.
 """
 
 from __future__ import annotations
@@ -153,13 +154,13 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
         if not torch.equal(slot.destination, own.to(slot.destination)):
             raise RuntimeError(
                 f"vLLM stores {slot.layer}.{slot.kind} elsewhere than expected: Colograd doesn't know this "
-                "architecture's layout of LoRA layers yet. Set weights: copied (the adapter is then merged into the "
-                "engine's copy)."
+                "architecture's layout of LoRA layers yet. Set `weights: copied` (the adapter is then merged into "
+                "the engine's copy)."
             )
     torch._foreach_zero_([slot.destination for slot in slots])
     for name, holder in engine.tensors.lora_layers().items():
         if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in lora_stacks(holder, kind)):
             raise RuntimeError(
-                f"vLLM stored values of a LoRA adapter for {name} outside the slots that Colograd writes. Set weights: "
-                "copied."
+                f"vLLM stored values of a LoRA adapter for {name} outside the slots that Colograd writes. Set "
+                "`weights: copied`."
             )

@@ -71,8 +71,8 @@ class MuonSplit(AdamWSplit):
             return
         if MOMENTUM not in saved:
             raise ValueError(
-                f"The saved optimizer state of a matrix has {', '.join(saved)}, but muon needs {MOMENTUM}: resume with "
-                "the optim that the checkpoint was written with."
+                f"The checkpoint's optimizer state of a matrix has {', '.join(saved)}, but `optim: muon` needs "
+                f"{MOMENTUM}: set `optim` as in the run that wrote the checkpoint."
             )
         for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
             if name in saved:  # In a float32 run, `join_remainders` adds a bfloat16 run's remainder to the weight.
@@ -85,7 +85,7 @@ def muon_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit],
         return None
     if is_adapted(model):
         raise ValueError(
-            "optim is 'muon', which orthogonalises the update of a whole matrix, but an adapter is trained, which has "
-            "two factors of each matrix: set optim: adamw_split, or train the policy in full."
+            "optim is 'muon', which orthogonalises the update of a whole matrix, but this run trains an adapter, which "
+            "has two factors of each matrix: set optim: adamw_split, or train the policy in full."
         )
     return MuonSplit, {"matrices": matrices_of(model)}

@@ -154,7 +154,7 @@ def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStr
         name = strategy_name(config)
         if name not in ON_HOST:  # another extension's
             raise ValueError(
-                f"offload_gradients is true, but sharding: {name} sums gradients on the GPU: set offload_gradients: "
+                f"offload_gradients is true, but `sharding: {name}` sums gradients on the GPU: set offload_gradients: "
                 "false, or sharding: gradients."
             )
         way = ON_HOST[name]

@@ -2,7 +2,7 @@
 
 No weight changes before the optimizer's step, so groups are on-policy whenever they are trained. The rows that are
 trained early are the step's first rows. The round's folder records which groups these rows hold. With this record a
-resumed or replayed step on as many ranks can train the same rows.
+resumed or replayed step can train the same rows, if the run has the same number of ranks as before.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class OverlappedRound(PlainRound):
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run forward and backward of rows. Return the rows, with a reference's or teacher's logprobs if any."""
+        """Run forward and backward of rows. Return the rows with the values of reference and teacher models, if any."""
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager
         if learner.second_models:

@@ -56,7 +56,7 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
     if found is not None and flags:
         raise ValueError(
             f"model_init_kwargs has quantization_config and {next(iter(flags))}, which is an old name for the same "
-            "setting: keep quantization_config alone."
+            "setting: keep only quantization_config."
         )
     settings = {"quant_method": METHOD, **(flags if found is None else _as_settings(found))}
     check_method(settings, "quantization_config")
@@ -115,8 +115,8 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
         )
     if settings.get("llm_int8_has_fp16_weight"):
         raise ValueError(
-            f"{where} sets llm_int8_has_fp16_weight, which quantises the weights anew in each forward, so that the "
-            "engine's weights would differ: remove llm_int8_has_fp16_weight."
+            f"{where} sets llm_int8_has_fp16_weight, which quantises the policy's weights anew in each forward. The "
+            "engine's weights would differ from the policy's: remove llm_int8_has_fp16_weight."
         )
 
 

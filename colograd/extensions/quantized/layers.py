@@ -98,7 +98,7 @@ def settle(model: Any) -> None:
     if packed_weight(model.get_output_embeddings()) is not None:
         raise ValueError(
             "The language-model head is quantised, but logits are computed from its weight: name the head in the "
-            "quantization_config's llm_int8_skip_modules, or remove that setting: by default the head isn't quantised."
+            "quantization_config's llm_int8_skip_modules, or remove this list. Without it the head isn't quantised."
         )
     for packed in packed_weights(model).values():
         packed.layer.support_avx512bf16_for_cpu = False

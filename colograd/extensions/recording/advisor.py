@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """Input of the advisor's rules: a run's logged metrics, evaluation rewards and sampling, oldest first."""
+    """Data of a run for the advisor's rules: settings, metrics, rewards, and whether KV caches were full."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=STEPS_IN_MEMORY))

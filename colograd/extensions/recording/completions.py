@@ -167,7 +167,7 @@ class CompletionFile:
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
-            raise ValueError("the file's header claims more bytes of rows than its size or the free memory allow")
+            raise ValueError("the header claims more bytes of rows than the file's size or the free memory allow")
         if "dictionary<" in str(schema.types):  # A few bytes of a dictionary type can unpack to any size.
             raise TypeError("a column has a dictionary type, which no completions log has")
         read = [name for name in schema.names if name != IMAGES] if self.has_images and not pictures else None

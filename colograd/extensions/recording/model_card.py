@@ -152,7 +152,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def _points(history: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the log entries with a finite value of ``key``, sorted by step. The last entry of a step counts."""
+    """Return each step's last log entry with a finite value of ``key``, sorted by step."""
     points = {
         entry["step"]: entry
         for entry in history

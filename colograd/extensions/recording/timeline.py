@@ -31,7 +31,7 @@ class Timeline:
             self._looks.append((time.perf_counter() - self._began, load))
 
     def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
-        """Record a call of a reward or a tool, or training while other ranks sample. Any thread may call this.
+        """Record a time span: a reward's call, a tool's call, or training during sampling. Any thread may call this.
 
         ``count``: completions that the reward judged, or tokens trained. Unused for tools.
         """
@@ -68,7 +68,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the time in seconds after which the number of running sequences stayed below half of its maximum."""
+    """Return the time when the number of running sequences last fell below half of its maximum, in seconds."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None

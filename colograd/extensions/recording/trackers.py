@@ -17,7 +17,7 @@ EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_t
 
 
 class Spare:
-    """Makes context managers that swallow exceptions. Only the first exception causes a warning."""
+    """Factory of context managers that swallow exceptions. Only the first exception causes a warning."""
 
     def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
         self._warn, self._told = warn, False

@@ -138,7 +138,7 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
     for config, changes, said in (
         (Qwen2_5_VLConfig(), {"vllm_engine_kwargs": {"mm_processor_kwargs": {}}}, "mm_processor_kwargs"),
         (Qwen2_5_VLConfig(), {"torch_compile": True}, "torch_compile"),
-        (Gemma3Config(), {"vllm_engine_kwargs": {"long_prefill_token_threshold": 100}}, "threshold 100, .* 256"),
+        (Gemma3Config(), {"vllm_engine_kwargs": {"long_prefill_token_threshold": 100}}, "threshold: 100`, .* 256"),
         (Gemma3Config(text_config={"sliding_window": 8}), {}, "mm_tokens_per_image 256, .* sliding_window, 8"),
         (
             Gemma4Config(text_config=seeing, vision_config=large),

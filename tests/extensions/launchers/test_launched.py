@@ -70,7 +70,7 @@ def test_what_a_file_says_of_fsdp_is_taken(environment: pytest.MonkeyPatch) -> N
     made = config()
     assert (made.sharding, made.fsdp_reshard_after_forward, made.fsdp_offload_params) == ("fsdp", False, False)
     assert config(sharding="auto").sharding == "fsdp"
-    with pytest.raises(ValueError, match="sharding is 'optimizer', but the launcher or deepspeed requests FSDP2"):
+    with pytest.raises(ValueError, match="sharding is 'optimizer', but the launcher or `deepspeed` requests FSDP2"):
         config(sharding="optimizer")
 
 

@@ -28,7 +28,7 @@ class Pictures:
 
 
 class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
-    """Builder of attention metadata with an attribute ``pictures``: a `Pictures`, or None without image tokens."""
+    """Builder that adds ``pictures`` to vLLM's attention metadata: a `Pictures`, or None without image tokens."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata, step = super().build(common_prefix_len, common_attn_metadata, fast_build), common_attn_metadata

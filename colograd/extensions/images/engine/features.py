@@ -110,7 +110,7 @@ def find_gemma3() -> None:
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """Return a prompt for vLLM. If `STAND_IN` replaced placeholder tokens, expand images and restore these tokens."""
+    """Return a prompt for vLLM. If `STAND_IN` replaced some of its tokens, expand its images and restore the tokens."""
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}

@@ -57,7 +57,7 @@ class ServedLayers(EngineFeature):
         return [part for parts in self.numbers.values() for part in parts]
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Return how many layers haven't multiplied by their weight yet, without the layers of a weight in ``but``."""
+        """Count layers that haven't multiplied by their weight yet. A layer with a weight in ``but`` isn't counted."""
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
