@@ -78,7 +78,7 @@ class Shape:
     def on_row_ranks(self, ranks: int) -> Shape:
         """Return the sizes on one of ``ranks`` ranks that divide the tokens of each row (sequence parallelism).
 
-        If ``ranks`` doesn't divide the numbers of query and key-value heads, copied and padding heads are counted.
+        If the heads can't be divided equally, the sizes include copies of key-value heads, and padding heads.
         """
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
@@ -148,7 +148,7 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     An RMSNorm keeps its input in float32, the normalised input, and the norm's output. Fused attention keeps the
     keys, the values, and three tensors of the queries' size. Attention that copies keys keeps ``copied`` more keys
     and values per token. Most MLPs keep gate, activated gate, up and product. In a mixture of experts, each expert
-    of a token also keeps its input and output.
+    that a token goes through also keeps the expert's input and output.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -171,12 +171,13 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return an object that estimates the device memory of offloaded data (an extension's hook "left_on_device").
+    """Return the extension's object that estimates the device memory of offloaded data (hook "left_on_device").
 
-    ``inputs`` is the number of offloaded layer inputs on the device at once. ``state(nbytes)`` returns the bytes of
-    device buffers for ``nbytes`` of optimizer state, and ``sums(nbytes)`` for ``nbytes`` of gradient sums.
-    ``on_way(gradients, largest)`` returns the peak bytes of gradients on the device, while a backward sends gradients
-    to the host. Its arguments are the bytes of all gradients and of the largest gradient.
+    The object's attribute ``inputs`` is the number of offloaded layer inputs on the device at once. Its methods:
+    - ``state(nbytes)``: bytes of device buffers for ``nbytes`` of optimizer state.
+    - ``sums(nbytes)``: bytes of device buffers for ``nbytes`` of gradient sums.
+    - ``on_way(gradients, largest)``: peak bytes of gradients on the device, while a backward sends gradients to the
+      host. ``gradients``: bytes of all gradients. ``largest``: bytes of the largest gradient.
     """
     (left,) = registry.hooks("left_on_device")
     return left
@@ -196,9 +197,9 @@ def activation_bytes(
     """Estimate the peak bytes of one forward and backward, without weights and accumulated gradients.
 
     The peak is the largest of three moments of the backward:
-    - Head: all layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
-      (`label_logprobs`), and the weight's gradient. `Trained.on_way` is subtracted: the plan has these bytes for
-      gradients in transfer to the host, but no gradient is in transfer yet.
+    - Head: all layers' activations, the final norm's activations, the head's input and the input's gradient, two
+      float32 tiles of logits (`label_logprobs`), and the head weight's gradient. The plan's gradients include
+      `Trained.on_way` for transfers to the host. No transfer has started yet, so these bytes are subtracted.
     - Last layer: all layers' activations, the last layer's recomputed activations and gradients, and the gradient of a
       tied head's weight.
     - Embedding: the gradient of its output, and the gradient of its weight in the weight's dtype and in float32. For
@@ -235,7 +236,7 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Compute the bytes for ``sequences`` sequences of ``length`` tokens. Sliding windows are ignored."""
+        """Compute the KV cache's bytes for ``sequences`` sequences of ``length`` tokens, ignoring sliding windows."""
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM reserves one block. The last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

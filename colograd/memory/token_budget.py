@@ -110,6 +110,7 @@ def back_off(
     """Halve the token budget after any rank ran out of memory. All ranks must call this.
 
     Return the new rules, and ``batches`` packed by these rules. Memory ran out in one of the first ``among`` batches.
+    The new budget is at most half these batches' longest row. If no row can be split, the error quotes ``reason``.
     """
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))

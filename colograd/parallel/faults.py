@@ -275,7 +275,7 @@ class FailureDetector:
         try:
             while not store.check([self._key]):  # `get` would lock the store, which the training thread also uses
                 if self._has_left or time.monotonic() > until:
-                    raise RuntimeError("rank 0 wrote no address to the store within ddp_timeout: see rank 0's output")
+                    raise RuntimeError("rank 0 published no address within `ddp_timeout`: see rank 0's output")
                 time.sleep(0.1)
             host, port, token = store.get(self._key).decode().split()
             connection = socket.create_connection((host, int(port)), self.silence)

@@ -155,10 +155,10 @@ class RankGroup:
 def group_of(
     layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
 ) -> RankGroup:
-    """Return this rank's group, given a function from a rank's layout to the ranks of its group. A collective.
+    """Return this rank's group. ``ranks_of(layout)`` returns the ranks in the group of a layout's rank. A collective.
 
-    ``meets``: create the gloo group for `meets` and `gather`. ``exchanges``: create a group of the default backend
-    for tensors. Without ``exchanges`` all collectives use gloo."""
+    ``meets``: create a gloo group for the methods `meets` and `gather`. ``exchanges``: create a group of the default
+    backend for tensors. Without ``exchanges``, set ``meets``: tensors then use the gloo group."""
     world = range(layout.world_size)
     layouts = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in layouts)
@@ -171,7 +171,7 @@ def group_of(
 class Lockstep:
     """Messages from the first rank of a vLLM engine to the engine's other ranks, which repeat the first rank's calls.
 
-    The first rank alone decides on calls, because clocks and users' functions may give other results on other ranks."""
+    Only the first rank decides on calls, because clocks and users' functions may differ between ranks."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0
@@ -191,8 +191,8 @@ class Lockstep:
 def parts_of(model: Any) -> Any:
     """Return a tensor-parallel model's ``tensor_parts``, or None for other models.
 
-    Attributes: ``engine`` (`RankGroup` of the engine's ranks), ``shards`` (parameter name -> this rank's `Shard`) and
-    ``elements`` (number of elements of the whole model)."""
+    ``tensor_parts`` has the attributes ``engine`` (`RankGroup` of the engine's ranks), ``shards`` (parameter name ->
+    this rank's `Shard`) and ``elements`` (number of elements of the whole model)."""
     return getattr(model, "tensor_parts", None)
 
 
@@ -235,7 +235,7 @@ def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def in_buckets(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield lists of consecutive items with a total size of at most ``limit``, or of one larger item."""
+    """Yield lists of consecutive items, each of total size at most ``limit``. A larger item gets its own list."""
     bucket: list[T] = []
     filled = 0
     for item in items:

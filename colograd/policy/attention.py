@@ -42,8 +42,8 @@ def packed_attention(
     """Compute attention (1, T, H, V) of one packed row, with the signature of transformers' attention functions.
 
     Args:
-        query: (1, H, T, D).
-        key, value: (1, K, T, D) and (1, K, T, V), where K divides H (grouped-query attention).
+        query: (1, H, T, D), for H query heads, T tokens and head size D.
+        key, value: (1, K, T, D) and (1, K, T, V), for K key-value heads (K divides H) and head size V of values.
         layout: the row's segments, and which segments each attends to. None means a row that isn't packed.
         s_aux: (H,) sinks, logits of an additional key with value 0 that every token attends to.
         row_part: this rank's share of the row, if query, key and value have only that share's tokens.
@@ -220,9 +220,9 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """Return a causal mask, bool (queries, keys), True where a query attends. The last query is the last key's token.
+    """Return a causal mask, bool (queries, keys), True where a query attends.
 
-    Masks above 1 MiB aren't cached, because the cache keeps 256 masks.
+    The last query and the last key belong to one token. Masks above 1 MiB aren't cached: the cache keeps 256 masks.
     """
     make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
     return make(queries, keys, window, device, sink)

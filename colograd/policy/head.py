@@ -33,7 +33,7 @@ OtherDistribution: TypeAlias = Any  # A teacher's distribution for each label, a
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How hidden states become logits: softcap(scale * (hidden @ weight.T + bias)) / temperature."""
+    """Conversion of hidden states to logits: softcap(scale * (hidden @ weight.T + bias)) / temperature."""
 
     temperature: float
     scale: float
@@ -53,7 +53,7 @@ class Head:
 
     @property
     def exact(self) -> torch.dtype:
-        """Dtype of computations on logits: float64 if the matrix products are, else float32."""
+        """Dtype of computations on logits: float64 if the matrix products are float64, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
@@ -162,7 +162,8 @@ def label_logprobs(
 class Spread:
     """The loss's gradient through entropy and KL divergence, with respect to a tile of logits (n labels, c columns).
 
-    It is p (slope log p - constant - logq) with p = softmax(logits). In K columns per label, `more` is added.
+    The gradient is p (slope log p - constant - logq), with p = softmax(logits) and the fields `slope`, `constant` and
+    `logq`. The values in `more` are then added in K columns of each label.
     """
 
     slope: torch.Tensor  # The factor `slope` of each label, (n,).
@@ -211,10 +212,11 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Apply d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and, with a teacher,
-        d KL / d logit = p (log p - log q - KL).
+        """Return the loss's gradients with respect to hidden states, weight and bias.
 
-        p is the policy's probability, q the teacher's, H the entropy.
+        With respect to a logit, a log-probability has the derivative onehot - p, the entropy H has -p (log p + H), and
+        the KL divergence from a teacher has p (log p - log q - KL). p is the policy's probability, and q is the
+        teacher's probability. onehot is 1 for the label's logit, else 0.
         """
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_other = ctx.saved_tensors
         head: Head = ctx.head
@@ -267,7 +269,7 @@ def _add_tile(
 ) -> None:
     """Add a tile of final logits x to the ``running`` statistics (4, n) of n labels, and overwrite the tile.
 
-    The statistics of a label are its logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and the maximum m.
+    With m as the maximum of x, a label's statistics are its logit, the sums of (x - m) e^(x - m) and e^(x - m), and m.
     """
     label_logit, moment, total, maximum = running.unbind()
     index, inside = _columns(labels[place[0]], place[1])

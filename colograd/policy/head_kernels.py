@@ -22,10 +22,10 @@ def add_tile(head: Any, product: torch.Tensor, tile: Tile, running: torch.Tensor
 def gradient(
     head: Any, product: torch.Tensor, tile: Tile, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the loss's gradient for ``product``, a tile of `Head.product`. If ``product`` has ``dtype``, overwrite it.
+    """Return, in ``dtype``, the loss's gradient with respect to ``product``, a tile of `Head.product`.
 
-    ``of_rows`` has float32 tensors (n,), one value per label: the normaliser, the loss's gradients for log-probability
-    and entropy, and the entropy (or None).
+    A ``product`` of that dtype is overwritten. ``of_rows`` has float32 tensors (n,), one value per label: normaliser,
+    the loss's gradients with respect to log-probability and to entropy, and entropy (None: no entropy gradient).
     """
     result = product if product.dtype == dtype else torch.empty_like(product, dtype=dtype)
     grid = len(result), triton.cdiv(result.shape[1], BLOCK)
@@ -34,7 +34,7 @@ def gradient(
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, tile: Tile, *others: Any) -> None:
-    """Start a kernel on a tile of logits, `behind` * tanh(`before` * product). Without a soft cap, tanh is left out."""
+    """Start ``kernel``, whose logits are `behind` * tanh(`before` * product). Without a soft cap, tanh is left out."""
     assert product.is_contiguous()
     labels, row, vocabulary = tile
     hidden = None if head.candidates is None else head.candidates.hidden(row, vocabulary).contiguous()

@@ -248,19 +248,19 @@ def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
     if not is_adapted(model) and hasattr(model, "peft_config"):
         raise ValueError(
             "The model has an adapter of transformers' own (add_adapter), not of peft: load the adapter with "
-            "peft.PeftModel.from_pretrained(base, folder, is_trainable=True), or give the adapter's folder as model."
+            "peft.PeftModel.from_pretrained(base, folder, is_trainable=True), or pass the adapter's folder as `model`."
         )
     path = str(model.config._name_or_path or "")
     if not path:
         raise ValueError(
             "The model was given as an object that comes from no checkpoint (config._name_or_path is empty), so vLLM "
-            "has nothing to load: save the model with save_pretrained and give the folder."
+            "has nothing to load: save the model with save_pretrained and pass its folder as `model`."
         )
     return path
 
 
 def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
-    """Load the model at ``path``. The folder ``adapter`` may say how the adapter's base was quantised."""
+    """Load the model at ``path``. Unless the run sets a quantisation, use the one recorded in folder ``adapter``."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     # Arguments left out: `load_arguments` sets quantisation, `policy_dtype` the dtype, `set_attention` the attention.
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit", "torch_dtype", "attn_implementation"):

@@ -18,7 +18,7 @@ PackedWeight: TypeAlias = Any  # A packed (e.g. quantised) weight (out, in), as 
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return a layer's packed (e.g. quantised) weight, or None. Functions of the hook "packed_weight" look for it."""
+    """Return a layer's packed (e.g. quantised) weight, or None. Extensions find the weight (hook "packed_weight")."""
     found = (find(module) for find in registry.hooks("packed_weight"))
     return next((packed for packed in found if packed is not None), None)
 
@@ -38,9 +38,9 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row of the matrix
-    W + scaling * B A to a trained length (arXiv 2402.09353, eq. 5). For E experts, A has shape (E * rank, in)
-    and B has shape (out, rank * E)."""
+    """A layer with a LoRA adapter: input x, base weight W, adapter matrices A and B, output W x + scaling * B A x
+    (arXiv 2106.09685). DoRA scales each row of the matrix W + scaling * B A to a trained length (arXiv 2402.09353,
+    eq. 5). For E experts, A has shape (E * rank, in) and B has shape (out, rank * E)."""
 
     name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
     parameter: str  # Name of the layer's weight, e.g. model.layers.0.self_attn.q_proj.weight. For experts: like `name`.
@@ -68,7 +68,7 @@ class AdaptedLayer:
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """Return the base weight with the adapter's change, a new float32 tensor."""
+        """Return the layer's weight with the adapter merged into it, as a new float32 tensor."""
         if self.experts:
             base = self.module.get_param()
             a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # A: (experts, rank, in).

@@ -1,10 +1,11 @@
-"""Attention of a packed row by several calls of fused kernels, merged by their log-sum-exps l_i.
+"""Attention of a packed row by several calls of fused kernels. Call i returns, for each of its queries, an output o_i
+and the log-sum-exp l_i of the query's scores. The results are merged into ``out`` and ``whole`` of the row:
 
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
-A call's fused backward gets ``whole`` and ``out`` in place of l_i and of the call's output o_i. From these it
-computes the call's share of the gradients (arXiv 2307.08691, algorithm 2; as in ring attention, arXiv 2310.01889). A
-sink adds one term to the sum in ``whole``.
+The fused backward of call i is called with ``whole`` and ``out`` in place of l_i and o_i. From these it computes the
+call's share of the gradients (arXiv 2307.08691, algorithm 2; as in ring attention, arXiv 2310.01889). A sink adds one
+term to the sum in ``whole``.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _taken(call: Call, *row: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _merge(
     out: torch.Tensor, whole: torch.Tensor, places: slice | torch.Tensor, found: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Merge a call's ``found`` (Q, heads, D) and ``lse`` (Q, heads) into the row's ``out`` and ``whole``, in place."""
+    """Merge a call's output ``found`` (Q, heads, D) and log-sum-exp ``lse`` (Q, heads) into ``out`` and ``whole``."""
     before = _at(whole, places)
     together = torch.logaddexp(before, lse)
     merged = found * (lse - together).exp_().unsqueeze(-1)
@@ -120,7 +121,8 @@ def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float | None) -
 def _gradients(
     call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], scale: float | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of ``inputs``. ``rows``: the output's gradient, the output, the log-sum-exp."""
+    """Return a call's share of the loss's gradients with respect to ``inputs``. ``rows`` has the loss's gradient
+    with respect to the merged output, the merged output, and the merged log-sum-exp."""
     if call.sequences is None:
         kernel, dtype = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, rows[0].dtype
         exact = torch.float32 if slow(rows[0]) else dtype
@@ -169,7 +171,7 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
-    """Return, for each depth d, a list of calls in which segments attend to the d-th segment of their `attends_to`."""
+    """Return one list of calls per index d, in which each segment s attends to ``attends_to[s][d]`` (if it exists)."""
     calls = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]

@@ -69,7 +69,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """Run ``body`` on padded rows. Return the last hidden states in the packed row's order, (1, T, hidden).
 
-    ``of_layers`` maps names of the body's output fields to lists. Each list gets the field's tensor (T, ...) per layer.
+    ``of_layers``: {name of an output field of ``body``: list}. All layers' tensors (T, ...) of the field are appended.
     """
     rows = rows_of(batch.layout, batch.input_ids.device)
     inputs: dict[str, Any] = {

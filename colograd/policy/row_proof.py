@@ -1,7 +1,7 @@
 """Check on a few tokens whether a model computes right log-probabilities on packed rows, or only on padded rows.
 
 An architecture may mix tokens outside transformers' attention interface, ignore the interface's options, or transform
-its logits in a way of its own. So the check compares with logits from transformers' own forward of each sequence.
+its logits in its own way. So the check compares rows' log-probabilities with those of transformers' own forward.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def install_steps(model: Any) -> None:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the attention implementation. A `ForwardStep` may keep another one for a submodel, e.g. a vision tower."""
+    """Set the attention implementation. A `ForwardStep` may set a different one for a submodel, e.g. a vision tower."""
     answers = (step.attention(model, name) for step in steps_of(model))
     model.set_attn_implementation(next((answer for answer in answers if answer != name), name))
 

@@ -118,8 +118,8 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
     text = None if model_config is None else model_config.get_text_config()
     if (seen := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):
         raise ValueError(
-            f"{model_config.model_type} has use_bidirectional_attention {seen!r}: its tokens attend to later ones, so "
-            "a completion can't be sampled token by token. Choose a different model."
+            f"The configuration of {model_config.model_type} has `use_bidirectional_attention` {seen!r}: a token "
+            "attends to later tokens, so completions can't be sampled token by token. Choose a different model."
         )
 
 

@@ -146,7 +146,7 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
             "default_output_length 1120, .* sliding_window, 512",
         ),
         (Gemma4Config(text_config={"pad_token_id": 3}, vision_config={}), {}, "pad_token_id 3. .* token 0"),
-        (Gemma4Config(text_config={"use_bidirectional_attention": "all"}), {}, "'all': its tokens attend to later"),
+        (Gemma4Config(text_config={"use_bidirectional_attention": "all"}), {}, "'all': a token attends to later"),
     ):
         folder = tmp_path / str(time.perf_counter())
         config.save_pretrained(folder)
