@@ -93,7 +93,7 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def checkpointing(self) -> int:
-        """Interval of gradient checkpointing: with n, every n-th layer recomputes its activations. 0: no layer.
+        """Interval n of gradient checkpointing: every n-th layer recomputes its activations. 0: no layer does.
 
         If `gradient_checkpointing` is unset, the interval is 1 until the memory plan chooses one.
         """

@@ -135,7 +135,7 @@ class StepKnobs(TrainingArguments):
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
         """Return the optimizer steps per generation, at least 1.
-        If TRL would generate several times per step, return 1: one generation then samples the whole step."""
+        If TRL would generate several times in one step, return 1. Colograd samples the whole step in one generation."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule = f"gradient_accumulation_steps ({whole})"

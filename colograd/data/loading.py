@@ -26,8 +26,9 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(
-            f"Either dataset_name or datasets must be set, but {given}: set dataset_name to a Hub id, a local file or "
-            "folder, or an import path `package.module:function`, or set datasets to a mixture of these."
+            f"Either `dataset_name` or `datasets` must be set, but {given}. Set `dataset_name` to a Hub id, a local "
+            "file or folder, or an import path `package.module:function`. Or set `datasets` to a list of datasets, "
+            'such as [{"path": "org/name"}].'
         )
     if script.datasets:
         train, test = _load_mixture(script)
@@ -138,8 +139,8 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
         isinstance(dataset, IterableDataset) or list(dataset["prompt"]) != list(dataset[column])
     ):
         raise ValueError(
-            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and the two may differ: "
-            "remove one of the columns."
+            f"`dataset_prompt_column` is {column!r}, but {name} also has a column 'prompt' whose prompts may differ: "
+            "remove the column 'prompt', or remove `dataset_prompt_column`."
         )
     if script.system_prompt is None:
         return dataset
@@ -180,7 +181,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
             return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
         if path.is_file():
             if builder is None:
-                raise ValueError(f"it ends in {path.suffix!r}: convert the file to one of {', '.join(FILE_BUILDERS)}")
+                raise ValueError(f"the name ends in {path.suffix!r}: convert the file to {' or '.join(FILE_BUILDERS)}")
             return load_dataset(builder, data_files=name, **kwargs)
         if builder is not None and not path.is_dir():
             raise ValueError(f"there is no such file: give a path relative to {os.getcwd()}, or an absolute one")

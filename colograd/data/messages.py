@@ -74,7 +74,7 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Return ``messages`` in a form that the chat template can write. ``write`` applies the template.
 
-    If the template fails, or loses or garbles a content that is a list or None, all such contents become texts."""
+    All contents that are lists or None become texts if the template fails, or loses or garbles one of them."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:

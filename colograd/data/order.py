@@ -116,7 +116,7 @@ def permutation(rows: int, text: str) -> torch.Tensor:
 
 
 class PromptLoader(DataLoader):
-    """The training dataloader, with a batch sampler, which `accelerate.skip_first_batches` needs to resume an epoch."""
+    """The training dataloader. `accelerate.skip_first_batches` needs its batch sampler to resume an epoch."""
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
         # DataLoader draws a seed at each epoch's start. An own generator leaves torch's global one untouched.

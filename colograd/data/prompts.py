@@ -162,7 +162,7 @@ class PromptRules:
         if tokens > self.max_prompt_tokens and self.overlong == "error":
             raise ValueError(
                 f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of {self.max_prompt_tokens}. "
-                "Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set overlong_prompts to drop."
+                "Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set `overlong_prompts: drop`."
             )
         return tokens <= self.max_prompt_tokens
 

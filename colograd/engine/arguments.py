@@ -107,9 +107,9 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
     """Return the batch sizes, in tokens, of the CUDA graphs that vLLM captures. A graph costs memory and time at start.
 
-    Sizes are close together up to ``trained`` sequences, the maximum in training, and far apart from there to
-    ``width``, the maximum of an engine step. With drafts (speculative decoding) a sequence has ``multiple`` tokens per
-    step, and the largest size is ``most``. vLLM drops sizes that aren't multiples of ``multiple``.
+    Sizes up to ``trained`` sequences (the maximum in training) are close together. Larger sizes, up to ``width``
+    sequences (the maximum of an engine step), are far apart. In speculative decoding a sequence has ``multiple``
+    tokens per step, and the largest size is ``most``. vLLM drops sizes that aren't multiples of ``multiple``.
     """
     fine, largest = min(trained, width) * multiple, max(width, most)
     near = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32)}

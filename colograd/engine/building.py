@@ -258,14 +258,14 @@ def _uncompiled(theirs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _convolve(theirs: Any, *, weight: torch.Tensor, is_vnni: bool, **given: Any) -> Any:
-    """Pass Gated DeltaNet's convolution weights to vLLM's function unpacked, because the engine keeps them unpacked."""
+    """Call vLLM's convolution of Gated DeltaNet with unpacked weights, because the engine doesn't pack them."""
     return theirs(weight=weight.view(weight.shape[0], weight.shape[-1]), is_vnni=False, **given)
 
 
 def _rotate(
     theirs: Any, self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Flatten (T, H, D) to (T, H * D) for vLLM's rotary kernel, which otherwise rotates only some heads (LFM2)."""
+    """Flatten queries and keys to 2D. In 3D [tokens, heads, size], vLLM's kernel rotates only some heads (LFM2)."""
     if query.dim() != 3 or query.shape[1] == 1:
         return theirs(self, positions, query, key)
     rotated = theirs(self, positions, query.flatten(1), None if key is None else key.flatten(1))
@@ -273,7 +273,7 @@ def _rotate(
 
 
 def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Put all experts into one group for sigmoid routing without groups, which vLLM's CPU router lacks (MiniMax-M2)."""
+    """Make one group of all experts if sigmoid routing has no groups (MiniMax-M2): vLLM's CPU router needs groups."""
     if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
         self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
     return theirs(self, *args, **kwargs)
@@ -354,7 +354,7 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
 
     class OneAdapter(theirs):
         def _apply_shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
-            """Compute y (tokens, rank) = scale * x (tokens, in) A', with A (slots, 1, rank, in)."""
+            """Write ``scale`` * linear(x, A) to y [tokens, rank]. x is [tokens, in], A is ``w_t_all[0, 0]``."""
             y.copy_(torch.nn.functional.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype)))
             if scale != 1.0:
                 y.mul_(scale)
@@ -363,7 +363,7 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
             self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, y_offset: int, y_slice_size: int,
             add_inputs: bool = True,
         ) -> None:  # fmt: skip
-            """Add x B' to columns of y (tokens, out): x (tokens, rank), B (slots, 1, y_slice_size, rank)."""
+            """Add linear(x, B) to y[:, y_offset : y_offset + y_slice_size]. x: [tokens, rank], B: ``w_t_all[0, 0]``."""
             product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
             columns = y[:, y_offset : y_offset + y_slice_size]
             columns.add_(product) if add_inputs else columns.copy_(product)

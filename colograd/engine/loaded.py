@@ -169,7 +169,7 @@ class LoadedVLLM:
         self._adapter = LoRARequest("policy", 1, folder)
         if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
             raise RuntimeError(
-                f"vLLM didn't activate the adapter of {folder!r} in its first LoRA slot: set weights: copied."
+                f"vLLM didn't activate the adapter of {folder!r} in its first LoRA slot: set `weights: copied`."
             )
 
     @property

@@ -195,8 +195,8 @@ class EngineFeature:
         return sampled
 
     def scored(self, prompt: ModelInput, output: Any) -> None:
-        """Check vLLM's ``output`` for a ``prompt`` of `Engine.prompt_logprobs`. Drop all cached data that depend on the
-        weights, because the weights may change before the next call."""
+        """Check vLLM's RequestOutput ``output`` for ``prompt``. Called at the end of `Engine.prompt_logprobs`. Drop
+        cached data that depend on the weights, because the weights may change before the next call."""
 
     def take_counts(self) -> dict[str, float]:
         """Return the feature's counts by metric name. Each call sets the counts to 0."""

@@ -70,7 +70,7 @@ class Sampling:
                 kind = getattr(sampling_params, class_name)
                 known = [key for key in inspect.signature(kind).parameters if not key.startswith("_")]
                 if unknown := [key for key in given if key not in known]:
-                    raise ValueError(f"{name} has {unknown[0]!r}, but can only have the keys {', '.join(known)}.")
+                    raise ValueError(f"`{name}` has the key {unknown[0]!r}: use only the keys {', '.join(known)}.")
                 options[name] = kind(**given)
         if isinstance(bias := options.get("logit_bias"), dict):  # in JSON the keys (token ids) are strings
             options["logit_bias"] = {int(token): value for token, value in bias.items()}
@@ -91,9 +91,9 @@ def check_sampling(config: GRPOConfig) -> None:
     for name in config.generation_kwargs or {}:
         if name in RESERVED:
             raise ValueError(
-                f"generation_kwargs sets {name!r}, which the trainer sets itself: remove it. Set num_generations "
-                "instead of n, max_completion_length instead of max_tokens, and seed and temperature outside of "
-                "generation_kwargs."
+                f"generation_kwargs sets {name!r}, which the trainer sets itself: remove it. Set `num_generations` "
+                "instead of `n`, and `max_completion_length` instead of `max_tokens`. Set `seed` and `temperature` "
+                "outside of `generation_kwargs`."
             )
         if name not in known:
             near = difflib.get_close_matches(name, SUPPORTED, n=1)

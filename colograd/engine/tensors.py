@@ -20,7 +20,7 @@ FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class VLLMTensors:
-    """Tensors of a vLLM model by name. If ``model`` is a class without tensors, `fusions` and `renamed` still work."""
+    """Tensors of a vLLM model by name. ``model`` may be a model class: `fusions` and `renamed` need no tensors."""
 
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model

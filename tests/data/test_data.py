@@ -189,7 +189,7 @@ def test_the_prompt_column_and_the_system_prompt(tmp_path: Path) -> None:
     assert plain["prompt"][:] == [[system, {"role": "user", "content": "a"}]]
     chat, _ = load(dataset_name=str(tmp_path / "chat.jsonl"), system_prompt="Be brief.")
     assert chat["prompt"][:] == [[system, USER], own]
-    with pytest.raises(ValueError, match="column 'prompt' next to dataset_prompt_column='question'"):
+    with pytest.raises(ValueError, match="is 'question', but the train split also has a column 'prompt'"):
         load(dataset_name=str(tmp_path / "both.jsonl"), dataset_prompt_column="question")
 
 

@@ -179,7 +179,7 @@ def test_trl_s_name_for_a_regex_is_the_same_constraint(tmp_path) -> None:
     with pytest.raises(ValueError, match="set the same option of vLLM"):
         check_sampling(by_kwargs)
     by_name.vllm_structured_outputs_regex, by_name.generation_kwargs = None, {"structured_outputs": {"xml": "x"}}
-    with pytest.raises(ValueError, match="structured_outputs has 'xml', but can only have the keys json"):
+    with pytest.raises(ValueError, match="`structured_outputs` has the key 'xml': use only the keys json"):
         check_sampling(by_name)
 
 

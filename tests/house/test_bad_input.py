@@ -265,7 +265,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: tokenize([ROW, {"prompt": "a b c d e f", "answer": ""}], limit=5, overlong="error"),
         "row 1: the prompt has 6 tokens",
         "over the limit of 5",
-        "overlong_prompts to drop",
+        "`overlong_prompts: drop`",
     ),
     "nothing but overlong prompts": (
         lambda _: tokenize([ROW], limit=3),
@@ -462,7 +462,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: check_sampling(config(generation_kwargs={"n": 4})),
         "generation_kwargs sets 'n'",
         "the trainer sets itself: remove it",
-        "Set num_generations instead of n",
+        "Set `num_generations` instead of `n`",
     ),
     "a way of generating that there isn't": (
         lambda _: config(generation_kwargs={"num_beams": 4}),

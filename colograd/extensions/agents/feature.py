@@ -9,7 +9,7 @@ from typing import Any, Self
 from ...config import GRPOConfig
 from ...engine.protocol import Engine
 from ...policy.loading import Policy
-from ...rollout.features import TRUNCATED, UNCORRECTED, SourceFeature, TrainerArguments
+from ...rollout.features import SourceFeature, TrainerArguments
 from ...rollout.store import RolloutStore
 from ...runtime.importing import find_object, is_import_path
 from .context import ChatFormat
@@ -42,7 +42,10 @@ class AgentFeature(SourceFeature):
         if config.router_replay:
             raise ValueError("router_replay is true, but agents' sessions record no experts: set it to false.")
         if config.replays_truncation:
-            raise ValueError(f"{TRUNCATED} the truncated distribution isn't recorded for agents: {UNCORRECTED}")
+            raise ValueError(
+                "`top_k` truncates the sampler's distribution, but the truncated distribution isn't recorded for "
+                "agents: remove `top_k`, or set `vllm_importance_sampling_correction: false`."
+            )
         # `node agent.js` and `./agent.sh` are commands. `agent.sh` is a command if it is on PATH, else an import path.
         if isinstance(agent, str) and not set(agent) & {" ", "/"} and is_import_path(agent) and not shutil.which(agent):
             agent = find_object(agent, "agent", callable)

@@ -81,7 +81,7 @@ def test_columns_are_found_and_the_reward_works(
         (["--data", "bad.jsonl"], "'bad.jsonl' can't be loaded: line 1 isn't JSON"),
         (["--data", "rows.jsonl", "--prompt-column", "text"], "--prompt-column is 'text', but must be one of 'a', 'b'"),
         (["--data", "rows.jsonl"], "--prompt-column is '', but must be one of 'a', 'b'"),
-        (["--data", "rows.txt"], "it ends in '.txt': convert the file"),
+        (["--data", "rows.txt"], "the name ends in '.txt': convert the file"),
         (["--model", "./gone"], "there is no folder ./gone"),
     ],
 )

@@ -163,7 +163,7 @@ class ChatAPI:
         return Call(api, request, own, shaping, stops, **further)
 
     def _with_tools(self, request: Any, arguments: dict[str, Any]) -> Any:
-        """Add a request's tools, documents and reasoning effort to ``arguments``, which the chat template gets.
+        """Add a request's tools, documents and reasoning effort to ``arguments``, the chat template's arguments.
 
         Return the request with the output structure that the request's `tool_choice` requires."""
         if others := NO_ARGUMENTS & arguments.keys():
