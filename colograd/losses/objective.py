@@ -35,7 +35,7 @@ BONUS_ENTROPY = "entropy/bonus"  # Metric, not logged: mean entropy of the token
 class LossTerm:
     """A term that an extension adds to the loss. A subclass overrides the methods that its term needs.
 
-    `Objective.with_terms` calls an extension's hook ``loss_term`` with (configuration, policy), for a term or None."""
+    `Objective.with_terms` calls each hook ``loss_term`` with (configuration, policy), and gets a term or None."""
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ class Environments:
         return environment
 
     def has_room(self, group: int) -> bool:
-        """Return whether one more environment may be lent. Maximum: the larger of the limit and a group's size, ``group``."""
+        """Return whether one more environment may be lent. At most max(limit, group size) are lent at once."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
     def end_scoring(self, groups: Sequence[Group]) -> None:
