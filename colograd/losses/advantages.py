@@ -42,7 +42,7 @@ class AdvantageEstimator:
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Function from a group's rewards [G, R] to scores [G], NaN where all reward functions abstained.
 
-        A step's advantages are divided by the standard deviation of the step's scores. None: no such division."""
+        A step's advantages are divided by the standard deviation of the step's scores. None: no division."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         if self.scale == "batch_centered":

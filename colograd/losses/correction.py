@@ -26,9 +26,9 @@ class SamplerCorrection:
     bounds (`truncate`), or set a ratio outside the bounds to zero (`mask`). Truncated importance sampling:
     https://fengyao.notion.site/off-policy-rl.
 
-    The mode `geometric_mask` has weights of 0 and 1: 1 if exp(mean over the completion's tokens of log trainer - log
-    sampler) is within the bounds ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's
-    `rollout_rs: geometric` without importance weights). As in verl, its default of `low` is 1 / `high`."""
+    The mode `geometric_mask` has weights of 0 and 1: 1 if exp(m) is within the bounds, where m is the mean of
+    (log trainer - log sampler) over a completion ("When Speed Kills Stability", https://richardli.xyz/rl-collapse;
+    verl's `rollout_rs: geometric` without importance weights). As in verl, `low` then defaults to 1 / `high`."""
 
     mode: str
     low: float | None  # Lower bound of the ratio. None: no bound.

@@ -28,8 +28,9 @@ def with_step_entropy(
     """Return the step with `StepConstants` on its rows. A collective.
 
     Args:
-        entropies: function that computes a micro-batch's entropies by an additional forward. It is called only with
-            `top_entropy_quantile` < 1 and several micro-batches: the threshold needs the entropies of all tokens.
+        entropies: function that computes a micro-batch's entropies by an additional forward. It is called only if
+            `top_entropy_quantile` < 1 and the step has several micro-batches on all ranks together, because the
+            threshold needs the entropies of all tokens.
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
@@ -68,7 +69,7 @@ class EntropyController(TrainerCallback):
         """Add `policy_loss`, which is ``loss`` without the bonus, to the metrics of a run with a bonus.
 
         Returns:
-            Mean entropy in nats of the tokens that the bonus counts. None: there is no bonus or no such token.
+            Mean entropy in nats of the tokens that the bonus counts. None without a bonus, or if it counts no token.
         """
         entropy = metrics.pop(BONUS_ENTROPY, None)
         if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:

@@ -35,7 +35,7 @@ BONUS_ENTROPY = "entropy/bonus"  # Metric, not logged: mean entropy of the token
 class LossTerm:
     """A term that an extension adds to the loss. A subclass overrides the methods that its term needs.
 
-    The hook ``loss_term`` is a function (configuration, policy) -> `LossTerm` or None."""
+    `Objective.with_terms` calls each hook ``loss_term`` with (configuration, policy), and gets a term or None."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -189,8 +189,8 @@ class Objective:
         return LossOutput(loss, sums, minima, maxima)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the off-policy mask (N,). It is 0 for tokens with a negative advantage in a completion whose mean of
-        log sampler - log pi is above the threshold."""
+        """Return the off-policy mask (N,) of 0 and 1. A token gets 0 if its advantage is negative, and its completion's
+        mean of (log sampler - log pi) is above `off_policy_threshold`."""
         drift = known(batch.sampler_logprobs - logprobs, batch.loss_mask) * sequence_mean_weights(batch)
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)

@@ -48,9 +48,9 @@ def fits(run: RunDescription, strategy: str) -> bool:
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Return whether weights, gradients, optimizer and KV cache fit: on a GPU only a KV cache that the user set.
+    """Return whether weights, gradients, optimizer and KV cache fit. Activations don't count, as they are estimates.
 
-    Activations don't count, because they are only estimated."""
+    If `_set_cache` is 0, the cache counts as 0 bytes on a GPU, and as one full sequence's cache on a CPU."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
     sampling = cache + (0 if run.offloads or run.streams else plan.optimizer)
@@ -59,7 +59,7 @@ def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
 
 
 def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """Return the KV cache's bytes if the user has set its size or the engine's fraction of memory, else 0."""
+    """Return the KV cache's bytes if the user has set the bytes or the engine's fraction of memory, else 0."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 

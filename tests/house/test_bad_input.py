@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: without_dataset({"game": Game}, max_steps=2),
         "train_dataset is missing",
         "environment_factory is a dict",
-        "or a single factory",
+        "pass a single factory",
     ),
     "no dataset and no end": (
         lambda _: without_dataset(Game),

@@ -34,7 +34,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
     Args:
         offload: whether the copy's weights are in host memory while the copy doesn't compute.
         follows: description for the log of how the policy is mixed into the copy. "": the copy stays constant.
-        place: device to make the copy on if ``offload`` is false. None: ``device``, on which the copy computes.
+        place: device to make the copy on if ``offload`` is false. None: the device that the copy computes on.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
 class OfAdapter(SecondModel):
     """Reference policy of a run with an adapter: the policy without the adapter, or with the adapter's initial values.
 
-    Checkpoints don't store this reference: a resumed run makes an equal one from the model that it starts with."""
+    Checkpoints don't store this reference. A resumed run makes it again, before the checkpoint's weights are loaded."""
 
     def __init__(self, model: Any, is_new: bool) -> None:
         self.model = model
@@ -118,7 +118,7 @@ def check_reference(policy: Policy, config: GRPOConfig, samples: bool = True) ->
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
             "sync_ref_model is true and sharding is 'fsdp', but this version can't mix an FSDP-sharded policy into the "
-            "reference: set sharding: gradients, or sync_ref_model: false."
+            "reference: set `sharding: gradients` or `sync_ref_model: false`."
         )
     if config.sync_ref_model and policy.adapter is not None:
         raise ValueError(

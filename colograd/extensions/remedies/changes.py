@@ -65,7 +65,7 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
 
 
 def with_adapter(sizes: PolicySizes, shape: Shape) -> PolicySizes:
-    """Return the sizes of the frozen model plus LoRA adapters, in its dtype, on all attention and MLP projections."""
+    """Return the sizes of the frozen model plus LoRA adapters (same dtype) on all attention and MLP projections."""
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
     trained = shape.layers * LORA_RANK * (attention + 3 * (shape.hidden + shape.intermediate))
     share = trained / max(sizes.trained, 1)

@@ -1,6 +1,6 @@
-"""KL penalty in the reward (setting `kl_in_reward`). The reward of completion i, with beta = `kl_in_reward`, becomes
+"""KL penalty in the reward (setting `kl_in_reward`). The reward r of a completion, with beta = `kl_in_reward`, becomes
 
-    r_i - beta * sum over the completion's sampled tokens of k(log pi, log reference)
+    r - beta * sum over the completion's sampled tokens of k(log pi, log reference)
 
 k estimates KL(pi, reference model) at one token. As in verl (`use_kl_in_reward`), the group's mean and deviation are
 computed from these rewards. log pi is the sampler's log-probability, as in verl's bypass mode.
@@ -63,7 +63,7 @@ class RewardPenalty(LossTerm):
                 raise ValueError(
                     f"kl_in_reward is {self.coefficient:g}, but the advantages weren't computed from the group's "
                     "rewards alone (compute_advantages is overridden, or there is one advantage per token): set "
-                    "kl_in_reward: 0, and beta for a KL term in the loss."
+                    "`kl_in_reward: 0`. For a KL term in the loss, set `beta`."
                 )
             rewards, ids = weighted_sum(scored.rewards, estimator.weights).double(), scored.group.rollout_ids
             penalty = torch.tensor([sums[identity] for identity in ids], dtype=torch.float64)
@@ -98,9 +98,9 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
         )
     if config.scale_rewards.startswith("batch") or config.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
-            f"{name}, but advantages are divided by a standard deviation of the step's rewards without the penalty "
-            f"(scale_rewards: {config.scale_rewards}, multi_objective_aggregation: "
-            f"{config.multi_objective_aggregation}): set scale_rewards: group, mean or none, and "
-            "multi_objective_aggregation: sum_then_normalize."
+            f"{name}, but scale_rewards ({config.scale_rewards}) and multi_objective_aggregation "
+            f"({config.multi_objective_aggregation}) divide advantages by the standard deviation of the whole step's "
+            "rewards, which don't include the penalty: set scale_rewards to group, mean or none, and "
+            "multi_objective_aggregation to sum_then_normalize."
         )
     return RewardPenalty(config.kl_in_reward, config.kl_in_reward_estimator)

@@ -110,7 +110,7 @@ class RowPart:
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exchange queries, keys and values: (1, heads, own tokens, D) -> (1, own heads, T, D)."""
+        """Exchange queries, keys and values: (1, heads, own tokens, size) -> (1, own heads, all tokens, size)."""
         size, heads, keys = self.group.size, query.shape[1], key.shape[1]
         if heads % size or keys % size:
             if heads % size == 0 and size % keys == 0:  # several ranks need the same key-value head
@@ -139,7 +139,7 @@ class RowPart:
         return self._to_heads(by_rank)[None]
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a parameter (H, ...) for this rank's heads, which are the same as in `to_all_tokens`."""
+        """Return a parameter's rows for this rank's heads: (heads, ...) -> (own heads, ...), as in `to_all_tokens`."""
         each = -(-len(of_heads) // self.group.size)
         behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
         return F.pad(of_heads, behind).split(each)[self.group.place]

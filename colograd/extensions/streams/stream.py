@@ -82,9 +82,9 @@ class PromptStream(torch.utils.data.IterableDataset):
                     self.saved = {"items": items, "digest": digest.hexdigest()}
                     if self._expected.get("items") == items and self._expected != self.saved:
                         raise ValueError(
-                            f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first "
-                            f"{items} steps have other prompts now. Make the stream's order repeatable, or set "
-                            "ignore_data_skip: true to begin the stream anew."
+                            f"{self.rules.name} isn't the stream that the checkpoint was trained on: the prompts of "
+                            f"the first {items} steps differ. Make the stream's order repeatable, or set "
+                            "`ignore_data_skip: true` to begin the stream anew."
                         )
                     first = step * self.per_step + self.layout.data_rank * per_rank
                     yield prompts[first : first + per_rank]

@@ -41,7 +41,7 @@ class VocabularyPart:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Combine the ranks' statistics of their vocabulary shards into the statistics of the whole vocabulary. For
         each label (target token), ``maximum`` is the largest logit m in the shard. ``sums`` are the label's own logit
-        (0 if another shard has it), and the sums of e^(x - m) (x - m) and of e^(x - m) over the shard's logits x."""
+        (0 if another shard has it), and the sums of (x - m) * e^(x - m) and of e^(x - m) over the shard's logits x."""
         label_logit, moment, total = sums
         largest = self.group.max_(maximum.clone())
         fall = maximum - largest
@@ -116,7 +116,7 @@ class TensorParts:
 
     def holders(self, name: str, place: int | None = None) -> tuple[int, ...]:
         """Return which ranks of the engine have the same part of a parameter as rank ``place`` (default: this rank).
-        The numbers count from 0 in each engine."""
+        Ranks are numbered from 0 in each engine."""
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
 
@@ -163,7 +163,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             regions[path] = module  # each rank has some intermediate features of every expert
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         else:
-            raise RuntimeError(f"sharding: tensor can't divide {path} ({type(module).__name__}): set sharding: fsdp.")
+            raise RuntimeError(f"`sharding: tensor` can't divide {path} ({type(module).__name__}): set sharding: fsdp.")
     for region in regions.values():
         region.register_forward_pre_hook(functools.partial(_enter_region, engine), with_kwargs=True)
         if hasattr(region, "num_key_value_groups"):

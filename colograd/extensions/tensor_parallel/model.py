@@ -39,7 +39,7 @@ class InEngineLayout(ModelFeature):
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
         if parts_of(model) is not None:
-            raise ValueError("An earlier trainer divided this model over ranks (sharding: tensor): load it again.")
+            raise ValueError("A trainer with `sharding: tensor` has divided this model: load the model again.")
 
 
 def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:

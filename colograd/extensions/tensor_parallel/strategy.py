@@ -64,7 +64,7 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Join each parameter's slices to one, and return (slice, shard) per parameter. The slice's destination is this
+    """Join each parameter's slices into one slice. Return (slice, shard) per parameter. The slice's destination is this
     rank's engine memory for the parameter. The shard describes the part of the parameter in this memory."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
@@ -80,8 +80,8 @@ def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
         local = dataclasses.replace(part, source=torch.empty(shard.local_shape, dtype=source.dtype, device="meta"))
         if reason := next((obstacle(one) for one in same_name if one.again), "") or obstacle(local):
             raise ValueError(
-                f"Parameter {name} can't share the engine's memory ({reason}), as sharding: tensor requires. Set "
-                "sharding: gradients or fsdp."
+                f"Parameter {name} can't share the engine's memory ({reason}), but `sharding: tensor` requires it. "
+                "Set sharding to gradients or fsdp."
             )
         placed.append((part, shard))
     return placed

@@ -51,7 +51,7 @@ class Conversation:
     media: list[Media] = field(default_factory=list)  # Images, with their positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
-        """Append the tokens of ``part``. ``turn`` is the engine's sample of these tokens. None: tools' answers."""
+        """Append the tokens of ``part``. ``turn`` is the engine's sample of the tokens, or None for tools' answers."""
         self.read = self.read.followed_by(part.ids, part.media)
         if part.media is not None:
             self.media.append(part.media.shifted(len(self.ids)))
@@ -197,7 +197,7 @@ class Conversations:
                 asked = self.rules.changed({**prompt.example, "prompt": conversation.asked}, where)
             if asked is None:
                 raise ValueError(
-                    f"{where}: with the text that reset returned, the prompt has more than "
+                    f"{where}: with the text that `reset` returned, the prompt has more than "
                     f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less text."
                 )
             conversation.input = conversation.read = asked

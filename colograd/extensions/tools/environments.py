@@ -82,8 +82,8 @@ class Environment:
         names = [name for name, _ in inspect.getmembers(type(self.instance), predicate=inspect.isfunction)]
         if "reset" not in names:
             raise ValueError(
-                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define one. "
-                "It begins an episode from the row's columns, and returns None or a text to append to the prompt."
+                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define it. "
+                "`reset` begins an episode from the row's columns, and returns None or a text to append to the prompt."
             )
         tools = [name for name in names if name not in CONTROL and not name.startswith("_")]
         return {name: getattr(self.instance, name) for name in tools}
@@ -123,7 +123,7 @@ class Environments:
         return environment
 
     def has_room(self, group: int) -> bool:
-        """Return whether one more environment may be lent. The limit is at least ``group``, a group's size."""
+        """Return whether one more environment may be lent. At most max(limit, group size) are lent at once."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
     def end_scoring(self, groups: Sequence[Group]) -> None:
@@ -190,10 +190,10 @@ class Environments:
                 thread.close()
                 self._advise(name, outcome)
             place = place_in(outcome.value[1])
-            most = f" Up to {self._limit} are in use at once on a rank."
+            most = f" Up to {self._limit} environments are in use at once on a rank."
             raise ValueError(
-                f"environment_factory {name!r} raised {outcome.value[0].removesuffix(': ')} while making "
-                f"environment {len(self._known) + 1} of this rank{f' ({place})' if place else ''}."
+                f"environment_factory {name!r} couldn't make environment {len(self._known) + 1} of this rank"
+                f"{f' ({place})' if place else ''}: {outcome.value[0].removesuffix(': ')}."
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))

@@ -63,8 +63,8 @@ class ToolFeature(SourceFeature):
             return super().empty_prompts(config)
         if self.toolbox.by_name:
             raise ValueError(
-                "train_dataset is missing, but environment_factory is a dict, and each row names a factory in its "
-                "column `environment`: give a dataset with that column, or a single factory."
+                "train_dataset is missing, but environment_factory is a dict: pass a single factory, or a dataset "
+                "whose column `environment` names each row's factory."
             )
         if config.max_steps <= 0:
             raise ValueError(

@@ -97,8 +97,8 @@ class ToolFormat:
             start = len(before)
         else:
             raise ValueError(
-                f"the chat template of {self._tokenizer.name_or_path} neither ends messages with a special token, nor "
-                "writes earlier messages the same way when a tool's answer follows: set another chat_template_path."
+                f"the chat template of {self._tokenizer.name_or_path} ends messages without a special token, and "
+                "writes a message differently if a tool's answer follows: set chat_template_path to another template."
             )
         if whole.ids[start] == (self._end if last is None else last):
             start += 1

@@ -80,8 +80,8 @@ class Toolbox:
 
     Args:
         tools: functions or import paths.
-        environment_factory: function that makes an environment, or its import path. Or a dict {value of a dataset
-            row's column ``environment``: function}.
+        environment_factory: function that makes an environment, or the function's import path. Or a dict {value of a
+            dataset row's column ``environment``: function}.
         workers: number of processes for the sync tools. 0 means that sync tools run in threads.
         timeout: maximum seconds of a call outside the main thread. None means no limit.
         main_thread: names of tools and environments that work only in the main thread.
@@ -102,7 +102,7 @@ class Toolbox:
             function = find_object(tool, "tool", callable) if isinstance(tool, str) else tool
             name = getattr(function, "__name__", None)
             if not callable(function) or not name:
-                raise ValueError(f"tools has {function!r}, but a tool must be a function or a function's import path.")
+                raise ValueError(f"`tools` has {function!r}, but must list functions or their import paths.")
             if name in self._tools:
                 raise ValueError(f"two tools are called {name!r}, but the model needs distinct names: rename one.")
             self._tools[name] = function
@@ -315,8 +315,8 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(function)
     except Exception as error:
         raise ValueError(
-            f"tool {name!r} can't be described to the model ({error}): give the tool type hints and a Google-style "
-            "docstring with every argument under `Args:`."
+            f"tool {name!r} can't be described to the model ({error}): the function needs type hints, and a "
+            "Google-style docstring with every argument under `Args:`."
         ) from None
 
 

@@ -71,10 +71,10 @@ class TRLNames:
         parameters = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}
         if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in parameters]:
             raise ValueError(
-                f"{cls.__name__} defines compute_loss({', '.join(parameters)}) with transformers' arguments, but "
-                f"this trainer passes one micro-batch, no {' and no '.join(wrong)}, and needs a LossOutput. Write `def "
-                "compute_loss(self, model, micro_batch, **kwargs)`, call `output = super().compute_loss(model, "
-                "micro_batch)`, and return `dataclasses.replace(output, loss=...)` (docs/losses.md)."
+                f"{cls.__name__} defines compute_loss({', '.join(parameters)}) with transformers' arguments. This "
+                f"trainer passes one micro-batch, but no {' and no '.join(wrong)}. Write `def compute_loss(self, "
+                "model, micro_batch, **kwargs)`, call `output = super().compute_loss(model, micro_batch)` for a "
+                "LossOutput, and return `dataclasses.replace(output, loss=...)` (docs/losses.md)."
             )
 
     if not TYPE_CHECKING:  # hidden from type checkers, which know the real attributes

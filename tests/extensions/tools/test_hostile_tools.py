@@ -200,7 +200,7 @@ class Library:
 
 def test_a_huge_observation_is_not_tokenised(tokenizer: Any) -> None:
     box, began = Toolbox(environment_factory=Library), time.process_time()
-    with pytest.raises(ValueError, match="with the text that reset returned, the prompt has more than 900 tokens"):
+    with pytest.raises(ValueError, match="with the text that `reset` returned, the prompt has more than 900 tokens"):
         run(tokenizer, box, call("{}"))
     assert time.process_time() - began < 5
     box.close()

@@ -115,7 +115,7 @@ def test_a_factory_that_fails_is_named() -> None:
     box = Toolbox(None, make_server, most_environments=4)
     for _ in range(2):
         box.open({"start": 1})
-    said = r"environment_factory 'make_server' raised StopIteration while making environment 3 .*Up to 4 are"
+    said = r"environment_factory 'make_server' couldn't make environment 3 .*: StopIteration\. Up to 4 environments"
     with pytest.raises(ValueError, match=said):
         box.open({"start": 1})
     box.close()
