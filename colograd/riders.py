@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """A part of a completion, e.g. a branch. The part continues ``context`` tokens of the prompt and earlier parts."""
+    """A part of a completion, e.g. a branch. It follows a text of ``context`` tokens: the prompt and earlier parts."""
 
     context: int  # Number of earlier tokens that the part attends to, prompt included.
     length: int  # Number of the part's tokens.
@@ -45,7 +45,7 @@ class Rider:
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowRider | None:
-        """Return a packed row's `RowRider`, or None to add none. At least one rollout has a rider of this class."""
+        """Return a packed row's `RowRider`, or None. Called if any rollout of the row has a rider of this class."""
         return None
 
     @classmethod
@@ -88,17 +88,17 @@ class Rider:
 
 
 class Media(Rider):
-    """Base class of content in a prompt that isn't text, e.g. images. Equal prompts give equal objects and hashes."""
+    """Base class of content that isn't text, e.g. images. Objects of two equal prompts must be equal and hashable."""
 
     __slots__ = ()
     digest: str  # Digest of the content. Equal content has the same digest in every process.
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Media:
-        """Return the content of the input ``before.ids + ids``. ``media`` is the content of ``ids``, or None."""
+        """Return the content of ``before`` + ``ids``. ``media``: content of the appended tokens ``ids``, or None."""
         return self
 
     def thumbnails(self, *more: Media) -> list[bytes]:
-        """Return at most `sizes.THUMBNAILS` JPEG thumbnails of pictures in this object and ``more``, for the logs."""
+        """Return at most `sizes.THUMBNAILS` JPEG thumbnails of pictures in this object and in the objects ``more``."""
         return []
 
     @property
@@ -151,7 +151,7 @@ class RowRider:
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the rider for the row's slice ``tokens``. ``labels``: its part of the row's labels (CPU indices)."""
+        """Return the rider for part of the row: the tokens ``tokens``, and labels at indices ``labels`` (on CPU)."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:

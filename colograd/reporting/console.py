@@ -146,7 +146,7 @@ class Progress:
         self._done, self._tokens, self._is_sampled = 0, 0, False
 
     def sampled(self, tokens: int) -> None:
-        """Count tokens of unfinished completions. From then on `update` ignores ``tokens``, to count no token twice."""
+        """Count an engine step's ``tokens`` of unfinished completions. Later calls of `update` count no tokens."""
         self._is_sampled = True
         self._tokens += tokens
         self.update(0, done=0)

@@ -1,7 +1,8 @@
 """Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
 A reward function has TRL's signature. It is called with keywords only, for one group of G completions. With
-`reward_call: all` one call scores a rank's generation. Without ``**kwargs`` a function gets only keywords it names.
+`reward_call: all` one call scores all groups that a rank samples for a round. A function without ``**kwargs`` is called
+only with the keywords that its signature names.
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
         -> list[float | None]    # one reward per completion. An agent's session may get a list: one reward per turn.

@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 def text_of(completion: Any) -> str:
-    """Return a completion's text. For messages: the last one's text, or "" if a tool or user wrote it."""
+    """Return a completion's text. For a list of messages: the last message's text, or "" if a tool or user wrote it."""
     if isinstance(completion, str):
         return completion
     last = completion[-1] if completion else {}
@@ -55,8 +55,8 @@ def has_thought_apart(completion: Any) -> bool:
 def after_thinking(text: str, begun: bool = False) -> str:
     """Return the text after the reasoning, i.e. after the last ``</think>``.
 
-    Return "" for reasoning without an end, and the whole text without reasoning. ``begun``: the prompt ends in
-    ``<think>``."""
+    Without a ``</think>``, return "" if ``text`` has a ``<think>`` or the prompt ends in one (``begun``), else return
+    all of ``text``."""
     _, end, answer = text.rpartition("</think>")
     return answer if end or not (begun or "<think>" in text) else ""
 

@@ -85,7 +85,7 @@ def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[st
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a function's parameters, or only ``**kwargs`` (it gets all keywords) if its signature can't be read."""
+    """Return a function's parameters. If the signature can't be read, return ``**kwargs``, which takes all keywords."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -110,7 +110,7 @@ def checked_values(reward: RewardFunction, groups: Sequence[Group], values: Any)
         rule = f"a reward function must return a list of {size} numbers, one per completion"
         raise fail(f"it returned {reprlib.repr(values)} ({type(values).__name__}), but {rule}.")
     if len(values) != size:
-        rule = "must return exactly one number per completion, or None to abstain"
+        rule = "must return exactly one number per completion, or None for a completion that it doesn't score"
         raise fail(f"it returned {len(values)} rewards for {size} completions, but {rule}.")
     numbers_G = []
     for index, value in enumerate(values):

@@ -89,7 +89,7 @@ class SourceFeature:
         return {}
 
     def watch(self, record: Callable[[str, float, float], None]) -> None:
-        """Call ``record(name, start, end)`` after each later tool or environment call. Times: `time.perf_counter`."""
+        """From now on call ``record(name, start, end)`` after each tool or environment call (times: `perf_counter`)."""
 
     def close(self) -> None:
         """End the processes and threads that the rollout source started."""

@@ -96,9 +96,9 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield each record if ``wanted(position)`` is true and its content has at most ``largest`` bytes.
+    """Yield the records for which ``wanted(position)`` is true and whose content has at most ``largest`` bytes.
 
-    The content of other records isn't read. Stop at an incomplete record, or if content that is read is damaged."""
+    Skip other records unread. Stop at the first record that is incomplete, or that should be yielded but is damaged."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in heads(file):

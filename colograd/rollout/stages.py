@@ -34,7 +34,7 @@ class RolloutSource(Protocol):
 
         Args:
             version: optimizer step of the weights to generate with.
-            seed: the run's seed. The vLLM engine derives each prompt's seed from it, ``purpose`` and the position.
+            seed: the run's seed. The vLLM engine derives a prompt's seed from ``seed``, ``purpose`` and its position.
             purpose: `train`, or `eval` for an evaluation.
         """
 

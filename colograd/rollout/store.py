@@ -80,9 +80,9 @@ class RolloutStore:
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the log for a run that resumes at ``step``. Return messages for the console.
 
-        Move rounds of ``step`` and later steps to another folder if they were recorded with other settings, because
-        this run's weights will differ. Keep the round of ``step`` if its completions don't depend on the changed
-        settings. Score its groups again if reward functions have changed.
+        Move rounds and evaluations from ``step`` on to another folder if they were recorded with other settings,
+        because this run's weights will differ. Exception: the round of ``step`` stays if no changed setting affects
+        its completions. Its groups are scored again if reward functions have changed.
 
         Raises:
             JournalError: reward functions have changed, and ``rescore`` is False."""
@@ -151,9 +151,9 @@ class RolloutStore:
         """Open the file of a round or evaluation, and read the groups recorded there. Return a warning, or "".
 
         Raises:
-            JournalError: recorded settings that affect completions differ from this run's, or groups were sampled with
-                other weights. After the first call since `start`, other weights cause only a warning, because
-                GPU kernels may sum in another order."""
+            JournalError: recorded settings that affect completions differ from this run's, or the first call after
+                `start` finds groups that other weights sampled. Later calls only warn of these, because weights that
+                are trained again on a GPU may differ in some bits."""
         self._end(self.open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
@@ -299,7 +299,7 @@ class RolloutStore:
     def _check_settings(self, found: About, path: Path) -> None:
         for name, (was, new) in self._differences(found).items():
             if name in self.of_samples:
-                raise JournalError(f"{path} was recorded with {name} {was!r}, but now it is {new!r}: {self._remedy}.")
+                raise JournalError(f"{path} was recorded with `{name}` {was!r}, but now it is {new!r}: {self._remedy}.")
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
         if found.step != now.step:

@@ -1,4 +1,4 @@
-"""Page-locked host memory: a GPU copies such memory directly, asynchronously and at the bus's full speed.
+"""Page-locked host memory, which a GPU copies directly, asynchronously and at the bus's full speed.
 
 Buffers are allocated, then registered with CUDA. Torch's `pin_memory` would round sizes up to powers of two.
 """

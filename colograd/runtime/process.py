@@ -42,8 +42,8 @@ def command_arguments(argv: Sequence[str] | None) -> list[str]:
 
 
 def is_verbose(argv: Sequence[str]) -> bool:
-    """Return whether a command's flags or its recipe set ``verbose``. The recipe isn't parsed, because the parser
-    would import packages that read log levels at import."""
+    """Return whether a command's flags or its recipe set ``verbose``. Search the recipe's text for the setting: the
+    parser would import packages that read log levels at import."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
     with contextlib.suppress(ValueError, IndexError, OSError):  # The parser will report a bad command or recipe.
@@ -59,8 +59,8 @@ def command_began() -> float | None:
 
 
 def tell_briefly() -> None:
-    """Make Python print uncaught errors whose ``says_all`` is true without a traceback. Catching the errors would hide
-    them from `FailureDetector.leave` and `ranks.part`, which read `sys.last_value` when the process ends."""
+    """Make Python print an uncaught error without its traceback if the error's ``says_all`` is true. An `except` would
+    hide errors from `FailureDetector.leave` and `ranks.part`, which read `sys.last_value` when the process ends."""
     usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -139,8 +139,8 @@ def free_port() -> int:
 
 
 def follow_launcher() -> None:
-    """Make Linux send this process SIGTERM if `accelerate launch` dies. If `launch` has started only one process, it
-    forwards no signals."""
+    """If `accelerate launch` started only this process, make Linux send the process SIGTERM when `launch` dies, because
+    `launch` then forwards no signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         _call_glibc("prctl", 1, signal.SIGTERM)  # 1: the constant PR_SET_PDEATHSIG of sys/prctl.h.
 

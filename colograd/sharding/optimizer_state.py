@@ -127,8 +127,8 @@ def _check_settings(settings: Any, optimizer: Optimizer, folder: Path) -> None:
         for name, value in saved.items() if isinstance(saved, dict) else [("", saved)]:
             if name in group and kind(value) != kind(group[name]) and None not in (value, group[name]):
                 raise ValueError(
-                    f"The checkpoint's optimizer state has a setting of the wrong type: {str(folder)!r} has {name} "
-                    f"{value!r:.50}. Resume from another checkpoint."
+                    f"The checkpoint's optimizer state has a setting of the wrong type: {str(folder)!r} has "
+                    f"`{name}: {value!r:.50}`. Resume from another checkpoint."
                 )
 
 
@@ -176,7 +176,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
             if isinstance(value, torch.Tensor):
                 if value.nbytes > value.untyped_storage().nbytes():
                     raise ValueError(
-                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file stores of it. "
+                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, but stores fewer bytes for it. "
                         "Resume from another checkpoint."
                     )
                 flat = value.reshape(-1) if value.dim() else value

@@ -81,7 +81,7 @@ class ShardingStrategy(ABC):
         return cls(model)
 
     def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most strategies keep a frozen model whole)
-        """Divide a frozen model, e.g. the reference model of the KL term, over ranks like the policy."""
+        """Set up a frozen reference or teacher model as the policy is set up. FSDP divides its weights over ranks."""
 
     def describe(self) -> str:
         """Return one line for the log at start, or "" if nothing is divided."""
@@ -92,7 +92,7 @@ class ShardingStrategy(ABC):
         weights that other ranks update, register a hook that calls `gather_weights` after each step."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises one rank's error on all ranks. Without `meets_in_backward` it does nothing."""
+        """Return a context named ``what`` in errors. It raises one rank's error on all ranks if `meets_in_backward`."""
         return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -164,8 +164,8 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
-        """Write this rank's part of the optimizer state. A rank without ``keep`` leaves out state that a
-        rank with ``keep`` writes. Return False, and write nothing, if `cuts_optimizer` returns False."""
+        """Write this rank's part of the optimizer state. If ranks (or engines) have equal copies of it, only a rank
+        with ``keep`` (or its engine) writes. If `cuts_optimizer` returns False, return False and write nothing."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:

@@ -140,7 +140,7 @@ def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return ``model``'s state dict in host memory: parameters (from ``whole``, also under tied names) and buffers."""
+    """Return ``model``'s state dict in host memory: buffers, and parameters from ``whole``, also under tied names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -190,5 +190,6 @@ def load_whole(model: Any, folder: str) -> None:
         )
     for (name, parameter), saved in zip(model.named_parameters(), loaded.parameters(), strict=True):
         if parameter.shape != saved.shape:
-            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}. Use a checkpoint of the policy.")
+            rule = "but another shape in the policy. Use a checkpoint of the policy's model"
+            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}, {rule}.")
         parameter.copy_(saved)

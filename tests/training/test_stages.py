@@ -80,7 +80,7 @@ def test_rewards_are_a_column_per_function() -> None:
     given = torch.tensor([[1.0, math.nan], [0.0, 2.0]], dtype=torch.float64)
     assert checked_rewards(given, group(), 2).dtype == torch.float32
     for wrong, shown in ((torch.zeros(2), r"shape \[2\]"), ([0.0, 1.0], "a list"), (torch.zeros(2, 3), r"\[2, 3\]")):
-        with pytest.raises(ValueError, match=rf"score returned .*{shown}.* = \[2, 2\]"):
+        with pytest.raises(ValueError, match=rf"`score` returned .*{shown}.* = \[2, 2\]"):
             checked_rewards(wrong, group(), 2)
     with pytest.raises(ValueError, match="infinite reward"):
         checked_rewards(torch.full((2, 2), math.inf), group(), 2)
@@ -90,7 +90,7 @@ def test_advantages_are_one_per_completion_or_one_per_token() -> None:
     for size in (2, 5):
         assert checked_advantages(torch.ones(size), group()).shape == (size,)
     for wrong in (torch.ones(3), torch.ones(2, 1), [1.0, 2.0]):
-        with pytest.raises(ValueError, match=r"compute_advantages returned .*: \[2\] or \[5\]\."):
+        with pytest.raises(ValueError, match=r"`compute_advantages` returned .*: \[2\] or \[5\]\."):
             checked_advantages(wrong, group())
     with pytest.raises(ValueError, match=r"isn't finite\. Return 0"):
         checked_advantages(torch.tensor([1.0, math.nan]), group())

@@ -165,10 +165,10 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path, capfd: Any, tmp_path: Pa
         ),
         (
             ["--step", "3", "--temperature", "0.5"],
-            r"recorded with temperature 1\.0, but now it is 0\.5: a replay trains",
+            r"recorded with `temperature` 1\.0, but now it is 0\.5: a replay trains",
         ),
-        (["--step", "3", "--steps_per_generation", "1"], r"recorded with steps_per_generation 2, but now it is 1"),
-        (["--step", "3", "--num_generations", "2"], r"recorded with num_generations 4, but now it is 2"),
+        (["--step", "3", "--steps_per_generation", "1"], r"recorded with `steps_per_generation` 2, but now it is 1"),
+        (["--step", "3", "--num_generations", "2"], r"recorded with `num_generations` 4, but now it is 2"),
         (["--step", "3", "--learning_rat", "1"], r"learning_rat"),
         (["--step", "3", "--profile", "RUN/profile"], r"--profile is .*a replay writes nothing into the run's folder"),
     ],
