@@ -99,7 +99,7 @@ def recipes(argv: Sequence[str] | None = None) -> int:
         same = [path for path in files if short in (str(path), f"{path.parent}", str(path.with_suffix("")))]
         if not same:
             raise ValueError(
-                f"{name!r} isn't a shipped file: name one, e.g. {near_names(Path(name))} (`colograd recipes` lists all)."
+                f"{name!r} isn't a shipped file: name one, e.g. {near_names(Path(name))} (see `colograd recipes`)."
             )
         selected += same
     contents = {(options.to or Path(FOLDER)) / path: (root / path).read_bytes() for path in dict.fromkeys(selected)}

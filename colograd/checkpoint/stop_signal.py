@@ -39,9 +39,9 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must have ended. None: no known limit. ``now`` is in seconds since 1970.
 
-    The smaller of two limits counts: the time to the Slurm job's end, and ``stop_within``. If ``stop_within`` is None,
-    torchrun started the process and ``name`` is SIGTERM, the second limit is torchrun's time from SIGTERM to SIGKILL:
-    the environment variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT, by default `TORCHRUN_GRACE`. A job can't read torchrun's
+    The smaller of two limits counts: the time to the Slurm job's end, and ``stop_within``. Without ``stop_within`` the
+    second limit after a SIGTERM (``name``) under torchrun is torchrun's time from SIGTERM to SIGKILL: the environment
+    variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT, by default `TORCHRUN_GRACE`. A job can't read torchrun's
     ``--shutdown-timeout``, nor the time from SIGTERM to SIGKILL of Slurm or Kubernetes."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() and float(end) > now else []
