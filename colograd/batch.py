@@ -141,7 +141,7 @@ class Rollout(_WithPrompt):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The parts into which a rider (extension data) divides the completion. Without such a rider: one part."""
+        """The parts into which a rider (extension data) divides the completion. One part if no rider divides it."""
         divided = next(filter(None, (rider.segments() for rider in self.riders)), None)
         return divided or (Segment(len(self.input), len(self.completion_ids)),)
 
@@ -259,7 +259,7 @@ class SegmentLayout:
 class StepConstants:
     """Values of the whole optimizer step that some terms of a micro-batch's loss need.
 
-    None: the loss doesn't need the value, or computes it from the micro-batch, because the step has only one."""
+    None: the loss doesn't need the value, or computes it from the micro-batch, which is the step's only one."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
     denominator: float = 1.0  # Number that divides the step's loss sum.

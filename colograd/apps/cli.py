@@ -98,12 +98,14 @@ def recipes(argv: Sequence[str] | None = None) -> int:
         short = name.removeprefix(f"{FOLDER}/").rstrip("/")
         same = [path for path in files if short in (str(path), f"{path.parent}", str(path.with_suffix("")))]
         if not same:
-            raise ValueError(f"{name!r} isn't a shipped file ({near_names(Path(name))}): see `colograd recipes`.")
+            raise ValueError(
+                f"{name!r} isn't a shipped file: name one, e.g. {near_names(Path(name))} (see `colograd recipes`)."
+            )
         selected += same
     contents = {(options.to or Path(FOLDER)) / path: (root / path).read_bytes() for path in dict.fromkeys(selected)}
     for path, content in contents.items():
         if path.exists() and not (path.is_file() and path.read_bytes() == content):
-            raise ValueError(f"{path} exists with other content, and is never overwritten: choose another --to FOLDER.")
+            raise ValueError(f"{path} differs from the shipped file, and is kept: choose another --to FOLDER.")
     for path, content in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

@@ -3,9 +3,9 @@
 colograd doctor --config recipes/X.yaml [--any_flag value]
 
 Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples and scores
-a few completions, and prints some. It compares the trainer's log-probabilities with the sampler's, and with the
-log-probabilities of transformers' own forward of each sequence. This second comparison omits a sequence if transformers
-would misread one of its tokens as an image.
+a few completions, and prints some of them. It compares the trainer's log-probabilities with the sampler's, and with
+the log-probabilities of transformers' own forward of each sequence. This second comparison omits a sequence if
+transformers would misread one of its tokens as an image.
 The exit status is 0 if all checks pass, 1 if a check failed, 2 for bad input.
 
 Without arguments it prints the versions, and checks that vLLM is installed. On a machine with GPUs it also looks for
@@ -219,7 +219,7 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few groups. A ``source`` other than the engine returns groups only on the first rank of each engine."""
+    """Sample a few groups. If ``source`` isn't the engine, only the first rank of each engine returns groups."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)

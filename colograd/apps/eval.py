@@ -9,8 +9,8 @@ first merged into a copy of its base. --tasks takes names of tasks, groups and t
 
 --temperature, --top-p and --max-tokens apply to all tasks. --limit applies to tasks without a range such as `[:100]`.
 --chat-template true applies the chat template to all questions, false to none. By default it is applied to questions
-that are sampled, if the model has a template. --json writes the results to FILE after each task. --resume skips tasks
-that have results in FILE. --completions writes each question with its metrics (JSON lines). Other flags set the
+with sampled answers, if the model has a template. --json writes the results to FILE after each task. --resume skips
+tasks that have results in FILE. --completions writes each question with its metrics (JSON lines). Other flags set the
 engine and the prompts, such as --dtype, --seed, --vllm_tensor_parallel_size or --chat_template_kwargs.enable_thinking
 false. Exit status 2 means an error.
 """
@@ -78,9 +78,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     try:
         options, flags = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ValueError(f"{error}: write colograd eval MODEL --tasks gsm8k.") from None
+        raise ValueError(f"{error}. A valid command is `colograd eval MODEL --tasks gsm8k`.") from None
     if options.model is None:
-        raise ValueError("the model is missing: name it first, as in colograd eval MODEL --tasks gsm8k.")
+        raise ValueError("the model is missing: name it first, as in `colograd eval MODEL --tasks gsm8k`.")
     options.tasks = [text for each in options.tasks for text in each.split(",") if text]
     if not options.tasks:
         raise ValueError("--tasks is missing: name the tasks, as in --tasks gsm8k ifeval.")
@@ -89,10 +89,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if value is not None and not value >= least:  # `value < least` would accept NaN.
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise ValueError(f"--top-p is {options.top_p}, but must be above 0 and at most 1: give such a number.")
+        raise ValueError(f"--top-p is {options.top_p}, but must be above 0 and at most 1: choose 0.9, for example.")
     for path in (options.json, options.completions):  # Find a wrong output path before the long evaluation.
         if path is not None and path.is_dir():
-            raise ValueError(f"{path} is a folder: name a file.")
+            raise ValueError(f"{path} is a folder, but --json and --completions need a file: name a file.")
     if options.resume and options.json is None:
         raise ValueError("--resume needs the results file of an earlier command: name this file with --json.")
     if missing := [str(folder) for folder in options.include_path if not folder.is_dir()]:
@@ -202,7 +202,7 @@ def prepare(
             done = dict(earlier["results"])
         texts = {name: text for name, text in texts.items() if text not in done}
         if not texts:
-            raise ValueError(f"--resume: {options.json} has all these tasks: remove --resume to run them again.")
+            raise ValueError(f"--resume: {options.json} has results of all tasks: remove --resume to run them again.")
     scratch = closing.enter_context(tempfile.TemporaryDirectory(prefix="colograd-eval-"))
 
     from transformers import AutoConfig, AutoTokenizer

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     folder, source = options.folder, Path(model_folder(str(options.checkpoint)) or options.checkpoint)
     if not (source / "trainer_state.json").is_file():
-        raise ValueError(f"{options.checkpoint} has no checkpoint: give a checkpoint's folder, or a run with one.")
+        raise ValueError(f"{options.checkpoint} has no checkpoint: give a checkpoint's folder, or a run that has one.")
     if folder.exists():
         raise ValueError(f"{folder} exists already: name a new folder.")
     check(source)
@@ -73,9 +73,9 @@ def _on_the_hub(problem: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, HTTPError) as error:
         raise ValueError(
-            f"{problem} ({type(error).__name__}: {' '.join(str(error).split())}). Pushing needs a connection and a "
-            "token that may write (`hf auth login`, or HF_TOKEN). Or export without --push, and push later with `hf "
-            "upload REPO FOLDER`."
+            f"{problem} ({type(error).__name__}: {' '.join(str(error).split())}). Pushing needs a connection "
+            "and a token with write permission: run `hf auth login`, or set HF_TOKEN. Or remove --push, and push the "
+            "exported folder later with `hf upload REPO FOLDER`."
         ) from None
 
 
@@ -99,7 +99,7 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Merge the adapter into its base, and write the model. Sums are in float32, rounded once to the base's dtype."""
+    """Merge the adapter into its base (sums in float32, rounded once to the base's dtype), and write the model."""
     import torch
     import transformers as hf
     from peft import PeftConfig, PeftModel

@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         if not sizes:
             remedy = "set --gpus and --gpu-memory (such as --gpus 8 --gpu-memory 80)"
-            raise ValueError(f"this machine has no GPU to read {missing} from: {remedy}.")
+            raise ValueError(f"this machine has no GPU, so {missing} can't be read from it: {remedy}.")
         options.gpus = len(sizes) if options.gpus is None else options.gpus
         options.gpu_memory = min(sizes) / GIB if options.gpu_memory is None else options.gpu_memory
     _check(options)
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Convert the command line of `colograd train` to options of `colograd plan`.
 
-    Return the options, and a line to print for each option that had to be assumed.
+    Return the options, and a line to print for each option whose value is assumed.
     """
     import torch
 
@@ -181,12 +181,12 @@ def _check(options: argparse.Namespace) -> None:
     if options.gpus % (options.sequence_parallel_size * parts):
         raise ValueError(
             f"--sequence-parallel ({options.sequence_parallel_size}) times --tensor-parallel ({parts}) must divide "
-            f"--gpus ({options.gpus}) with the recipe's sharding, {options.sharding}: choose other numbers."
+            f"--gpus ({options.gpus}), because the recipe's sharding is {options.sharding!r}: choose other numbers."
         )
     check_conflicts(options, about="sequence_parallel_size")
     if options.bits and not options.lora_r:
         raise ValueError(
-            f"--bits is {options.bits}, but only an adapter is trained on a quantised base: give --lora-rank (16, say)."
+            f"--bits is {options.bits}, but a quantised base needs an adapter to train: give --lora-rank, e.g. 16."
         )
 
 
@@ -212,7 +212,7 @@ def described(options: argparse.Namespace) -> RunDescription:
     if not 0 < completion < longest:
         raise ValueError(
             f"--completion is {completion}, but must be from 1 to {longest - 1}, because the context ({longest} "
-            "tokens) also holds the prompt: choose such a number."
+            "tokens) also holds the prompt: choose a number in this range."
         )
     settings: dict[str, Any] = {}
     if options.bits or getattr(model.config, "quantization_config", None) is not None:

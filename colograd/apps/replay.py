@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not argv or argv[0].startswith("-"):
-        raise ValueError("the run's folder is missing: write colograd replay RUN --step N.")
+        raise ValueError("the run's folder is missing: write `colograd replay RUN --step N`.")
     parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)
     add = parser.add_argument
     add("run", type=Path)
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError(f"the run {str(options.run)!r} is no folder: give the run's output_dir.")
     if options.step is None or options.step < 1:
         given = "missing" if options.step is None else options.step
-        raise ValueError(f"--step is {given}, but must be an optimizer step of the run, from 1, such as --step 3.")
+        raise ValueError(f"--step is {given}, but must be a step of the run, at least 1: write --step 3, for example.")
     options.to = options.step if options.to is None else options.to
     if options.to < options.step:
         raise ValueError(f"--to is {options.to}, but must be at least --step ({options.step}): raise it.")
@@ -107,8 +107,8 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
     recipe = options.config or options.run / FOLDER / RECIPE
     if options.config is None and not recipe.is_file():
         raise ValueError(
-            f"{options.run} has no recorded recipe ({FOLDER}/{RECIPE}). It is recorded by `colograd train` with "
-            "journal: keep or until_checkpoint. Give the run's recipe with --config."
+            f"{options.run} has no recorded recipe ({FOLDER}/{RECIPE}). `colograd train` records it if "
+            "`journal` is `keep` or `until_checkpoint`. Give the run's recipe with --config."
         )
     given = given_settings(["--config", str(recipe), *flags])
     taken = {name: value for name, value in given.items() if not name.startswith(IGNORED_PREFIXES)}

@@ -90,9 +90,9 @@ def rotate(
 ) -> None:
     """Delete checkpoints until ``limit`` are left, but keep the newest and the ``best`` one.
 
-    ``newest`` is the step just saved. Checkpoints of later steps are deleted first, because a run that resumed at an
-    earlier step trains these steps again. ``damaged`` has the steps of damaged checkpoints, which aren't counted or
-    deleted, so that users can examine them."""
+    ``newest`` is the step of the checkpoint that was just saved. Checkpoints with a higher step are deleted first,
+    because the run was resumed before them and trains their steps again. ``damaged`` has the steps of damaged
+    checkpoints, which aren't counted or deleted, so that users can examine them."""
     if limit is None or limit <= 0:
         return
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
@@ -145,7 +145,7 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
     """Read from a checkpoint the position in a streamed dataset, or a curriculum's record of prompts.
 
-    Raise a ValueError if the checkpoint has neither. ``otherwise`` says why in the error, e.g. "had no curriculum"."""
+    Raise a ValueError if neither is saved. ``otherwise`` completes the error's words "a run whose dataset ..."."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(

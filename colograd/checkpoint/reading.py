@@ -32,7 +32,7 @@ COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
     """Convert an exception of the `with` block to a ValueError that names the file ``what`` and the checkpoint.
 
-    An OSError, OutOfMemoryError, RankError or ValueError (but no subclass of ValueError) stays unchanged."""
+    An OSError, OutOfMemoryError or RankError stays unchanged. So does a ValueError, but not a subclass of it."""
     try:
         yield
     except Exception as error:
@@ -63,7 +63,7 @@ def look(checkpoint: str | Path) -> None:
         try:
             if path.suffix == ".json":
                 if path.stat().st_size > LARGEST_JSON:
-                    raise TypeError(f"it has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
+                    raise TypeError(f"the file has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
                 content = json.loads(path.read_text())
                 if not isinstance(content, dict):
                     raise TypeError(f"the file must have a JSON object (not a {type(content).__name__})")
@@ -80,7 +80,7 @@ def look(checkpoint: str | Path) -> None:
                 with zipfile.ZipFile(path) as file:
                     entries = file.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                    raise TypeError("it is compressed, but torch.save doesn't compress files")
+                    raise TypeError("the file is compressed, but torch.save doesn't compress files")
                 if sum(entry.file_size for entry in entries) > path.stat().st_size:
                     raise TypeError("the entries in the file claim more bytes than the file has")
         except (Exception, RecursionError) as error:

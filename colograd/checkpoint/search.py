@@ -93,8 +93,8 @@ def find_resume(
     if text.lower() == "true":
         on_nodes = f" that all {len(folders)} nodes have (steps per node: {folders})" if len(folders) > 1 else ""
         raise ValueError(
-            f"resume_from_checkpoint: true needs a checkpoint, but {run_dir!r} holds no complete checkpoint{on_nodes}. "
-            "Use `auto` to start anew if there is no checkpoint."
+            f"`resume_from_checkpoint: true` needs a checkpoint, but {run_dir!r} holds no complete checkpoint"
+            f"{on_nodes}. Use `auto` to start anew if there is no checkpoint."
         )
     return None
 

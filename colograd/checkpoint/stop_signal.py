@@ -1,9 +1,9 @@
-"""Signals that stop a run (Ctrl-C, and the signals in the setting `stop_signals`), and the deadline of such a stop.
+"""Signals that stop a run (Ctrl-C, and the signals in the setting `stop_signals`), and the deadline of the stop.
 
 Without a deadline the run stops at the end of the round (the optimizer steps between two generations). With a deadline
-the trainer interrupts the round when `is_cut` becomes true, in time for a last checkpoint. Because a long backward,
-reward function or save can't be interrupted, a timer ends a process that still runs shortly before the deadline. A
-process with a deadline skips the interpreter's teardown, which takes seconds, and during which no timer would run. A
+the trainer interrupts the round when `is_cut` becomes true, in time for a last checkpoint. A long backward, reward
+function or save can't be interrupted. So shortly before the deadline a timer ends the process if it still runs. A
+process with a deadline skips the interpreter's teardown: it takes seconds, and the timer wouldn't run during it. A
 resumed run continues from the last checkpoint and the rollout log."""
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must have ended. None: no known limit. ``now`` is in seconds since 1970.
 
-    The earlier limit counts: the Slurm job's end time, or ``stop_within``. Without ``stop_within`` the second limit is
-    torchrun's time from SIGTERM to SIGKILL (`TORCHRUN_GRACE`, unless an environment variable sets it). A job can't read
-    torchrun's ``--shutdown-timeout``, nor the time from SIGTERM to SIGKILL of Slurm or Kubernetes."""
+    The smaller of two limits counts: the time to the Slurm job's end, and ``stop_within``. Without ``stop_within`` the
+    second limit after a SIGTERM (``name``) under torchrun is torchrun's time from SIGTERM to SIGKILL: the environment
+    variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT, by default `TORCHRUN_GRACE`. A job can't read torchrun's
+    ``--shutdown-timeout``, nor the time from SIGTERM to SIGKILL of Slurm or Kubernetes."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() and float(end) > now else []
     if stop_within is not None:
@@ -62,8 +63,8 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first stop signal, so that the trainer can write a checkpoint before it stops. Enforces the deadline.
 
-    A second Ctrl-C raises KeyboardInterrupt. Of other signals, one that comes more than `REPEATED` seconds after the
-    first ends the process at once.
+    Ctrl-C raises KeyboardInterrupt if this process has received a stop signal before. SIGTERM (or another of ``names``)
+    ends the process at once if it comes more than `REPEATED` seconds after the first of these signals.
 
     ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds from a signal to the deadline (None: not set).
     ``status``: exit status of the process after a stop."""
@@ -158,7 +159,7 @@ class StopSignal:
         os._exit(self.status if getattr(sys, "last_value", None) is None else 1)
 
     def stop(self, name: str, seconds: float) -> None:
-        """Record a signal of this or another rank, and set a deadline in ``seconds``, unless an earlier one is set.
+        """Record a signal that any rank received. Set a deadline ``seconds`` from now, if no earlier deadline is set.
 
         Any thread may call this method."""
         now = time.monotonic()

@@ -112,7 +112,7 @@ class HostFiles:
     def places(self, name: str) -> Mapping[str, torch.Tensor]:
         """Return views of the tensors in the image of file ``name``, by tensor name. {} if there is no image yet.
 
-        `put` doesn't copy a tensor that is such a view already."""
+        `put` skips the copy of a tensor that is one of these views."""
         return self.kept[name].tensors if name in self.kept else {}
 
     @property

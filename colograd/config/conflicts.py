@@ -57,7 +57,7 @@ class Conflict:
     """Two settings that exclude each other, or a refused value.
 
     `field` and `other` name an attribute of the settings, an entry of a mapping (``generation_kwargs.min_tokens``), or
-    a fact that the caller of the check passes. If settings lack such an attribute, the conflict doesn't apply.
+    a fact that the caller of the check passes. If the settings lack the attribute, the conflict doesn't apply.
     """
 
     field: str

@@ -199,8 +199,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
         for name in self.report_to or ():  # transformers would refuse a missing tracker only after loading the model.
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(
-                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove it "
-                    "from report_to."
+                    f"`report_to` has {name!r}, but the package {name} isn't installed: run `pip install {name}`, or "
+                    f"remove {name!r} from `report_to`."
                 )
         if self.n_gpu > 1:
             raise ValueError(

@@ -196,7 +196,7 @@ def test_search_skips_damaged_checkpoints_and_never_starts_anew(tmp_path: Path) 
 @pytest.mark.parametrize("missing", ["empty", "absent"])
 def test_true_wants_a_checkpoint(tmp_path: Path, missing: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=rf"true needs a checkpoint, but '.*{missing}' holds no complete checkpoint"):
+    with pytest.raises(ValueError, match=rf"true` needs a checkpoint, but '.*{missing}' holds no complete checkpoint"):
         find_resume(True, str(tmp_path / missing))
 
 

@@ -240,7 +240,7 @@ def test_compressed_file_is_refused_before_it_is_read(tmp_path: Path, contents: 
         file.writestr("archive/data.pkl", b"\0" * 50_000_000)
     (tmp_path / "rng_state.pth").write_bytes(packed.getvalue())
     assert len(packed.getvalue()) < 100_000
-    with pytest.raises(ValueError, match=r"rng_state\.pth of .* can't be read \(TypeError: it is compressed"):
+    with pytest.raises(ValueError, match=r"rng_state\.pth of .* can't be read \(TypeError: the file is compressed"):
         look(tmp_path)
 
 

@@ -57,12 +57,12 @@ def test_copies_keep_the_folders_and_never_overwrite(folder: Path) -> None:
     assert (folder / "mine" / "grpo_qwen.yaml").read_bytes() == QWEN.read_bytes()
     assert len([*(folder / "mine" / "accelerate_configs").iterdir()]) == 4
     (folder / "mine" / "grpo_qwen.yaml").write_text("changed")
-    with pytest.raises(ValueError, match=r"grpo_qwen\.yaml exists with other content"):
+    with pytest.raises(ValueError, match=r"grpo_qwen\.yaml differs from the shipped file"):
         cli.recipes(["distil_qwen", "grpo_qwen", "--to", "mine"])
     assert not (folder / "mine" / "distil_qwen.yaml").exists()
 
 
 def test_unknown_name_copies_nothing(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"'grpo_qwn' isn't a shipped file \(grpo_qwen, "):
+    with pytest.raises(ValueError, match=r"'grpo_qwn' isn't a shipped file: name one, e\.g\. grpo_qwen, "):
         cli.recipes(["grpo_qwen", "grpo_qwn"])
     assert not [*folder.iterdir()]

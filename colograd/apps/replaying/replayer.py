@@ -70,7 +70,7 @@ class ReplayStore(RolloutStore):
             if rounds:
                 recorded = f"{len(rounds)} round(s) of {steps_named(rounds[0] + 1, rounds[-1] + args.round_length)}"
             later = sorted(step for step in complete_steps(str(self.replay.run)) if step > start)
-            others = f" (there are those of steps {', '.join(map(str, later))})" if later else ""
+            others = f" (all checkpoints: steps {', '.join(map(str, later))})" if later else ""
             origin = f"checkpoint-{start}" if start else f"the initial model, as no checkpoint is earlier{others}"
             raise JournalError(
                 f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: the "
@@ -87,7 +87,7 @@ class ReplayStore(RolloutStore):
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Only warn if other weights sampled the groups, because a replay may train with other settings."""
+        """Only warn if weights other than the replay's sampled the groups: a replay may train with other settings."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:
@@ -102,7 +102,7 @@ class ReplayStore(RolloutStore):
 
 
 def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """Read the loss and gradient norm of each step. If a step has several lines in the file, the first counts."""
+    """Read each step's loss and gradient norm from a round's folder. Of several lines for a step the first counts."""
     figures_of = dict[int, dict[str, float]]()
     for step, entry in steps_in(folder / FIGURES, MOST_FIGURE_BYTES):
         try:
@@ -129,9 +129,9 @@ class ReplaySampler(Sampler):
         if prompts:
             positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
             raise ValueError(
-                f"{len(prompts)} group(s) of the round from step {self.hooks.state.global_step} aren't recorded (the "
-                f"first at position {positions}), and a replay has no engine to sample them: name steps "
-                "with recorded groups."
+                f"{len(prompts)} group(s) of the round from step {self.hooks.state.global_step} aren't recorded "
+                f"(first positions in the stream of prompts: {positions}), and a replay has no engine to sample them: "
+                "name steps with recorded groups."
             )
         yield from ()
 
@@ -143,7 +143,7 @@ class Unasked:
         self.__name__ = name
 
     def __call__(self, **columns: Any) -> list[float]:
-        raise RuntimeError(f"a replay called reward function {self.__name__!r}, but must use its recorded rewards")
+        raise RuntimeError(f"a replay must use recorded rewards, but called the reward function {self.__name__!r}")
 
 
 class Replayer(GRPOTrainer):
@@ -174,7 +174,7 @@ class Replayer(GRPOTrainer):
             if 0 < args.max_steps < replay.last:
                 raise ValueError(
                     f"the replay's last step is {replay.last}, but max_steps is {args.max_steps}: name steps of the "
-                    "run, or leave max_steps as it was."
+                    "run, or set max_steps to the run's value."
                 )
             rounds, start = ReplayStore(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
             rounds.check_recorded(start, args)

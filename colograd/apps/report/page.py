@@ -178,7 +178,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """Return a step's groups, a record of each rank's sampling, and completions of about ``most_bytes`` at most."""
+    """Return a step's groups, a record of each rank's sampling, and completions up to about ``most_bytes``."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
     prompts: list[Any] = []  # Each prompt once: a group's completions share it.
     places: dict[str, int] = {}
@@ -262,7 +262,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield the last step, the first step, the steps in ``first``, and then the others from coarse to fine."""
+    """Yield the last step, the first, the steps in ``first``, then every 2**n-th step, for smaller and smaller n."""
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     order += [step for power in range(len(rest).bit_length(), -1, -1) for step in rest[:: 2**power]]

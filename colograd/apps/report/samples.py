@@ -62,7 +62,7 @@ class Samples:
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """Return the completions of whole groups, and the number of omitted completions.
 
-        A group is omitted if its estimated size exceeds what remains of ``most_bytes``. The first is never omitted.
+        A group is omitted if its estimated size exceeds the rest of ``most_bytes``. The first group is never omitted.
         """
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):
@@ -152,7 +152,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """Join [1, 0, 1] into "101". Return None if all values are 1, or if there are fewer than ``many``."""
+    """Join [1, 0, 1] into "101". Return None if all values are 1, or if there are fewer values than ``many``."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None

@@ -135,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a request's Host header may name this server, which listens at ``served``.
+    """Return whether a request's Host header can be a name of this server, which listens at ``served``.
 
     By DNS rebinding a script of another website can reach this server. The Host header then names that website.
     """

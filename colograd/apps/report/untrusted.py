@@ -1,4 +1,4 @@
-"""Read files of a run that may come from anyone: check values and limit their sizes.
+"""Read a run's files, check their values, and limit the values' sizes. The files may come from anyone.
 
 Only files inside the run's folder are read.
 """

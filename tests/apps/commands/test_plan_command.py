@@ -384,7 +384,7 @@ def test_machine_without_gpus_needs_their_number(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cli.main(["plan", "--model", str(qwen), "--gpus", "1"]) == 2
-    assert "this machine has no GPU to read --gpu-memory from: set --gpus and --gpu-memory" in capsys.readouterr().err
+    assert "this machine has no GPU, so --gpu-memory can't be read from it: set --gpus" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     sizes = [types.SimpleNamespace(total_memory=size * GIB) for size in (80, 79)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)

@@ -187,10 +187,10 @@ def test_rounds_that_are_gone_are_an_error_with_the_remedy(run: Path, capfd: Any
     assert replay(copy, "--step", "4") == 2
     said = capfd.readouterr().err
     assert "begin at checkpoint-2, but the round of steps 3 to 4 has 3 of its 4 groups" in said
-    assert "journal: keep a run records all rounds" in said and "save_steps" in said
+    assert "`journal: keep` records all rounds" in said and "save_steps" in said
     shutil.rmtree(copy / FOLDER / "step-00000000")
     assert replay(copy, "--step", "2") == 2
-    assert "initial model, as no checkpoint is earlier (there are those of steps 2, 4, 6)" in capfd.readouterr().err
+    assert "initial model, as no checkpoint is earlier (all checkpoints: steps 2, 4, 6)" in capfd.readouterr().err
     (copy / FOLDER / "recipe.yaml").unlink()
     assert replay(copy, "--step", "6") == 2
     assert "has no recorded recipe (_journal/recipe.yaml)" in capfd.readouterr().err

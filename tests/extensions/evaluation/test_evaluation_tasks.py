@@ -184,7 +184,7 @@ def test_a_run_stands_for_its_newest_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tasks", "gsm8k"], "the model is missing: name it first, as in colograd eval MODEL --tasks"),
+        (["--tasks", "gsm8k"], "the model is missing: name it first, as in `colograd eval MODEL --tasks"),
         (["m"], "--tasks is missing"),
         (["m", "--tasks", "gsm8k", "--limit", "0"], "--limit is 0, but must be at least 1"),
         (["m", "--tasks", "gsm8k,gsm8k"], "named twice"),

@@ -410,7 +410,7 @@ def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(kind, tiny_m
 def test_the_plan_s_command_takes_a_quantised_base(tiny_model, capsys) -> None:
     arguments = ["plan", "--model", str(tiny_model), "--gpus", "1", "--gpu-memory", "24", "--bits", "4"]
     assert cli.main(arguments) == 2
-    assert "--bits is 4, but only an adapter is trained on a quantised base" in capsys.readouterr().err
+    assert "--bits is 4, but a quantised base needs an adapter to train" in capsys.readouterr().err
     assert cli.main([*arguments, "--lora-rank", "4"]) == 0
     assert "on a quantised base of" in capsys.readouterr().out
 

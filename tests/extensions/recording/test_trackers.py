@@ -71,7 +71,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_with_a_remedy(tmp_path: Pat
     name = next(name for name in ("wandb", "trackio") if importlib.util.find_spec(name) is None)
     config = tiny.config(tmp_path, report_to=name)
     with pytest.raises(
-        ValueError, match=f"report_to has '{name}', but the package {name} isn't installed: pip install"
+        ValueError, match=f"`report_to` has '{name}', but the package {name} isn't installed: run `pip install"
     ):
         config.check_for_trainer()
 
