@@ -120,7 +120,7 @@ class Session:
             self._requests, self._open_requests = self._requests + 1, total
 
     def outcome(self) -> Outcome | None:
-        """Return the program's outcome, or None while the program runs and agent_timeout isn't over."""
+        """Return the program's outcome if it ended, the outcome "late" if `agent_timeout` is over, else None."""
         if self.program.future.done():
             return self.program.future.result()
         limit = self.config.agent_timeout

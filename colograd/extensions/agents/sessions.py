@@ -101,10 +101,10 @@ class Agent:
         if isinstance(program, str):
             command = tuple(shlex.split(program))
             if not command:
-                raise ValueError("agent is empty, but must be a function's import path or a command line.")
+                raise ValueError("`agent` is empty, but must be a function's import path or a command line.")
             return cls(os.path.basename(command[-1]), None, command)
         if not callable(program):
-            raise ValueError(f"agent is {program!r}, but must be a function, its import path, or a command line.")
+            raise ValueError(f"`agent` is {program!r}, but must be a function, its import path, or a command line.")
         parameters = [p for p in inspect.signature(program).parameters.values() if p.default is p.empty]
         required = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if unknown := [name for name in required if name not in ARGUMENTS]:

@@ -28,7 +28,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def _rule_broken(values: Any, answers: int) -> str:
-    """Return "" if ``values`` are one finite number per answer, else the end of an error text: values and rule."""
+    """Return "" if ``values`` are one finite number per answer, else an error text that begins with ``values``."""
     fine = isinstance(values, Sequence) and len(values) == answers
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""

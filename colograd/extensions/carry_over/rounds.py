@@ -1,8 +1,8 @@
 """A round of sampling with `carry_over`. When the round has enough finished groups, all other completions stop.
 
-The next round continues them, and keeps their tokens with the log-probabilities from their sampling. A
-round that was killed is sampled again from its beginning, because the place where a completion stops depends on
-everything that was decoded in the round.
+The next round continues them. Every token keeps the log-probability that it was sampled with. A round that was killed
+is sampled again from its beginning, because the place where a completion stops depends on everything that was decoded
+in the round.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class CarryOverFeature(SourceFeature):
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         if config.carry_over is None:
             return None
-        others = {**arguments.sources, "a generate of your own": "generate" in arguments.replaced}
+        others = {**arguments.sources, "your own `generate`": "generate" in arguments.replaced}
         others["a column of images"] = arguments.has_images
         if name := next((name for name, value in others.items() if value), None):
             raise ValueError(
-                f"carry_over is {config.carry_over}, but can't be combined with {name}. A completion can stop and "
-                "continue only if the engine writes all of it and its prompt is only text: remove one of the two."
+                f"carry_over is {config.carry_over}, but can't be combined with {name}. A completion can pause "
+                f"only if the engine writes all its tokens and the prompt has only text: remove carry_over, or {name}."
             )
         return cls()
 

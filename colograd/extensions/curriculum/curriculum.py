@@ -130,7 +130,7 @@ class CurriculumOrder(StepOrder):
         return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield each pool's rows (a mask), and how many to draw. Rounding is random, so shares hold on average."""
+        """Yield each pool's rows (a mask), and how many to draw. Random rounding makes shares exact on average."""
         shares = self.settings.shares
         if shares is None:
             return
@@ -175,9 +175,9 @@ def pass_rates(trainer: Any) -> Tally | None:
 def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
     values, names = [str(value) for value in _column(dataset, curriculum.column)], list(curriculum.shares or ())
     if other := sorted({*values} - {*names}):
-        problem = f"the column {curriculum.column!r} has the value {other[0]!r}, which has no share"
-        remedy = "give the value a share. With 0 its prompts are drawn only if another pool has too few"
-        raise ValueError(f"curriculum: {problem} (shares has {listed(names)}): {remedy}.")
+        problem = f"the column {curriculum.column!r} has the value {other[0]!r}, but `shares` has only {listed(names)}"
+        remedy = "give this value a share. With a share of 0, its prompts are drawn only if another pool has too few"
+        raise ValueError(f"curriculum: {problem}: {remedy}.")
     if absent := [name for name in names if name not in set(values)]:
         present = f"the column {curriculum.column!r} has only {listed(sorted({*values}))}"
         raise ValueError(f"curriculum: `shares` names {absent[0]!r}, but {present}: remove the share.")
@@ -189,7 +189,7 @@ def _numbers(dataset: Any, column: str) -> np.ndarray:
     with contextlib.suppress(TypeError, ValueError):
         if not np.isnan(found := np.array([float(value) for value in values])).any():
             return found
-    raise ValueError(f"curriculum: the column {column!r} must have a number in each row: convert it.")
+    raise ValueError(f"curriculum: a row of the column {column!r} has no number: store a number in each row.")
 
 
 def _column(dataset: Any, column: str | None) -> list[Any]:

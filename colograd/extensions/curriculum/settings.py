@@ -41,8 +41,8 @@ class Schedule:
             points = sorted((int(step), float(number)) for step, number in given)
             if all(step >= 0 and not math.isnan(number) for step, number in points):
                 return cls(tuple(points))
-        rule = "a number, or numbers by optimizer step from 0 on: {0: 1.0, 200: 0.2}"
-        raise ValueError(f"{name} is {value!r}, but must be {rule}.")
+        form = "{0: 1.0, 200: 0.2}"
+        raise ValueError(f"{name} is {value!r}, but must be a number, or numbers by optimizer step from 0 on: {form}.")
 
     def at(self, step: int) -> float:
         before, low = self.points[0]
@@ -72,34 +72,34 @@ class Curriculum:
             value = found.get(name, 0.0)
             is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number and not (value is None and name == "solved_at"):
-                raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number: give one.")
+                raise ValueError(f"curriculum: `{name}` is {found[name]!r}, but must be a finite number.")
         if (shares := found.get("shares")) is not None:
             if not isinstance(shares, Mapping) or not shares:
-                rule = "a mapping of pools to shares: {hard: 0.5, new: 0.5}"
-                raise ValueError(f"curriculum: shares is {shares!r}, but must be {rule}.")
+                example = "{hard: 0.5, new: 0.5}"
+                raise ValueError(f"curriculum: `shares` is {shares!r}, but must be a mapping such as {example}.")
             found["shares"] = {str(k): Schedule.of(v, f"curriculum: the share of {k}") for k, v in shares.items()}
         if found.get("difficulty_until") is not None:
-            found["difficulty_until"] = Schedule.of(found["difficulty_until"], "curriculum: difficulty_until")
+            found["difficulty_until"] = Schedule.of(found["difficulty_until"], "curriculum: `difficulty_until`")
         return cls(**found)
 
     def __post_init__(self) -> None:
         if self.solved_at is not None and not 0 < self.solved_at <= 1:
-            rule = "a pass rate in (0, 1] (a prompt is solved at this rate or above), or null (no prompt is solved)"
-            raise ValueError(f"curriculum: solved_at is {self.solved_at}, but must be {rule}.")
+            rule = "above 0 and at most 1, or null (then no prompt counts as solved)"
+            raise ValueError(f"curriculum: `solved_at` (a pass rate) is {self.solved_at}, but must be {rule}.")
         if self.revisit_after < 0:
             raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but must be at least 0: raise it.")
         if self.column is not None and self.shares is None:
-            rule = "but shares is missing: set a share for each value in the column"
-            raise ValueError(f"curriculum: column is {self.column!r}, {rule}.")
+            remedy = "set a share for each value in the column"
+            raise ValueError(f"curriculum: `column` is {self.column!r}, but `shares` isn't set: {remedy}.")
         if self.shares is not None:
             if any(not 0 <= value < math.inf for share in self.shares.values() for _, value in share.points):
                 raise ValueError("curriculum: a share is negative or infinite: give finite shares of at least 0.")
             if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
-                problem = f"shares has the pool {other[0]!r}, but `column` isn't set, so the pools are"
-                remedy = "(by the last pass rate): name one of these pools, or set `column`"
-                raise ValueError(f"curriculum: {problem} {', '.join(LEVELS)} {remedy}.")
+                problem = f"`shares` has the pool {other[0]!r}, but without `column` the only pools are"
+                remedy = "name one of these pools, or set `column`"
+                raise ValueError(f"curriculum: {problem} {', '.join(LEVELS)}: {remedy}.")
         if (self.difficulty is None) != (self.difficulty_until is None):
-            raise ValueError("curriculum: difficulty (a column) and difficulty_until (its limit) must both be set.")
+            raise ValueError("curriculum: set `difficulty` (a column) and `difficulty_until` (its limit), or neither.")
 
 
 def read_curriculum(config: GRPOConfig) -> Curriculum | None:

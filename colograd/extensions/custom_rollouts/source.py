@@ -42,19 +42,19 @@ class UserFeature(SourceFeature):
         if write is None:
             return None
         if others["tools"] or others["environment_factory"] is not None:
-            why = "rollout_func writes whole completions, so that tools and environment_factory would never be used"
-            raise ValueError(f"{why}: remove rollout_func, or remove tools and environment_factory.")
+            remedy = "remove rollout_func, or remove `tools` and `environment_factory`"
+            raise ValueError(f"The trainer can't use `tools` or `environment_factory` with rollout_func: {remedy}.")
         if isinstance(write, str):
             write = find_object(write, "rollout_func", callable)
         if hasattr(write, "generate"):
             return cls(write)
         if isinstance(write, type):
             remedy = "add `generate` (docs/architecture.md, Add a rollout source), or give a function"
-            raise ValueError(f"rollout_func is the class {write.__name__} without a method `generate`: {remedy}.")
+            raise ValueError(f"rollout_func is the class {write.__name__}, which has no method `generate`: {remedy}.")
         if config.router_replay:
-            why = "a rollout_func returns tokens without the experts that the engine chose"
             raise ValueError(
-                f"router_replay is true, but {why}: set router_replay: false, or give a class with `generate` "
+                "router_replay is true, but rollout_func is a function, which can't return the experts that the engine "
+                "chose: set router_replay: false, or set rollout_func to a class with a method `generate` "
                 "(docs/architecture.md, Add a rollout source)."
             )
         if config.replays_truncation:
@@ -74,8 +74,8 @@ class CustomRollouts:
 
     The function is ``f(prompts) -> dict``. ``prompts`` has each prompt once per completion (repetitions adjacent).
     The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (in nats), one list per completion. ``env_mask``
-    is optional (1: the model wrote the token, 0: the environment did). Reward functions get all other entries. An
-    entry is a sequence with a value per completion, or a single value that applies to all completions."""
+    is optional (1: the model wrote the token, 0: the environment did). Reward functions get all other entries:
+    sequences with a value per completion, or single values that apply to all completions."""
 
     engine: Engine
     function: Callable[[list[Any]], dict[str, Any]]
@@ -88,8 +88,8 @@ class CustomRollouts:
         if not prompts:
             return
         if any(prompt.input.media is not None for prompt in prompts):
-            why = "rollout_func is a function, which gets prompts without their images: give a class with `generate`"
-            raise ValueError(f"{why} (docs/architecture.md, Add a rollout source), or remove rollout_func.")
+            remedy = "set it to a class with `generate` (docs/architecture.md, Add a rollout source), or remove it"
+            raise ValueError(f"rollout_func is a function, which gets prompts without their images: {remedy}.")
         asked = [own_copy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
         rollouts = iter(self._rollouts(self.function(asked), len(asked), version))
         for prompt in prompts:
@@ -101,26 +101,26 @@ class CustomRollouts:
             raise ValueError(f"rollout_func returned {held}, but must return a dict with {', '.join(NEEDED)}.")
         answer = {name: values for name, values in answer.items() if values is not None}
         if reserved := {*answer} & {*RESERVED, "environments"} - {*NEEDED}:
-            rule = "but the trainer passes a value of this name to reward functions: rename it"
-            raise ValueError(f"rollout_func returned {', '.join(sorted(reserved))}, {rule}.")
+            names = ", ".join(sorted(reserved))
+            raise ValueError(f"rollout_func returned entries with reserved names ({names}): rename these entries.")
         for name, values in answer.items():
             if name not in (*NEEDED, "env_mask") and not isinstance(values, SEQUENCES):
                 answer[name] = [values] * size
             elif not hasattr(values, "__len__") or len(values) != size:
                 number = len(values) if hasattr(values, "__len__") else "a single"
-                rule = "(each prompt is repeated once per completion): return one per prompt, in the prompts' order"
-                raise ValueError(f"rollout_func returned {number} {name} for {size} prompts {rule}.")
+                rule = "return one per item of `prompts` (an item per completion), in the same order"
+                raise ValueError(f"rollout_func returned {number} `{name}` for {size} completions: {rule}.")
         masks = answer.pop("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
         needed, rollouts = [answer.pop(name) for name in NEEDED], []
         for index, (prompt, ids, logprobs, mask) in enumerate(zip(*needed, masks, strict=True)):
-            where = f"rollout_func, completion {index}"
+            where = f"rollout_func: completion {index} has"
             if not len(ids) == len(logprobs) == len(mask) or not len(ids):
-                found = f"has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values in env_mask"
-                raise ValueError(f"{where} {found}, but the three lengths must be equal, and at least 1.")
+                counts = f"{len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values in env_mask"
+                raise ValueError(f"{where} {counts}, but the three numbers must be equal, and at least 1.")
             prompt_ids, tokens = tuple(map(int, prompt)), [*map(int, ids)]
             if (highest := max((*prompt_ids, *tokens))) >= self.engine.vocab_size:
-                rule = f"as the model's embedding has {self.engine.vocab_size:,} rows: use the tokenizer of the model"
-                raise ValueError(f"{where}: the token id {highest} is too high, {rule}.")
+                rule = f"must be below {self.engine.vocab_size:,} (the model's vocabulary): use the model's tokenizer"
+                raise ValueError(f"{where} the token id {highest}, but token ids {rule}.")
             first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
             flat = torch.tensor([math.nan if value is None else float(value) for value in first], dtype=torch.float32)
             end = FinishReason.STOP if tokens[-1] in self.end_tokens else FinishReason.LENGTH

@@ -86,7 +86,7 @@ class TeacherLogits:
         return self.read(row, vocabulary).neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Update the running sum `gap`. ``gaps``: x - y of a tile. ``power``: e^(x - max x) of the tile."""
+        """Multiply the running sum `gap` by ``decay``, then add ``power`` * ``gaps`` summed over a tile's tokens."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +99,10 @@ class TeacherLogits:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return ``first`` (the entropy's gradient, or None) plus the divergence's gradient."""
+        """Return the loss's gradient through entropy and divergence, with respect to the logits of a tile (``place``).
+
+        ``first``: the part through the entropy (None: 0). ``gradient``: the loss's gradient with respect to the
+        divergence, (n,). ``saved``: rows of the tensors that `result` returned."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
@@ -139,9 +142,10 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return ``first`` plus the divergence's gradient: p (gap - KL) for a token with the policy's probability p.
+        """Return the loss's gradient, as `TeacherLogits.spread` does.
 
-        The gap is log p - log q, with the teacher's probability q. All tokens outside the top K share one gap."""
+        The divergence KL has the gradient p (gap - KL) with respect to a token's logit. p is the policy's probability
+        of the token, q is the teacher's, and gap = log p - log q. All tokens outside the top K share one gap."""
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
         slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)
@@ -158,7 +162,7 @@ class TeacherTop:
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the divergence (N,), and values for its gradient, (N, K + 1).
 
-        The values are p (gap - r) for each top token (see `spread`), and r, the gap of all other tokens together."""
+        The values are p (gap - r) per top token (p and gap: see `spread`), and r, the gap of all other tokens."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
         # A top token that the policy can't sample counts as a token outside the top K.
@@ -179,7 +183,7 @@ class TeacherStep(ForwardStep):
 
 
 def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
-    """Return the head's inputs, (N, hidden)."""
+    """Return the head's inputs for N labels, (N, hidden)."""
     hidden = row.label_states()
     return (hidden.to(Head.of(row.model, row.temperature, hidden.device).dtype),)
 

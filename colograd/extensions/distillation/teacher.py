@@ -150,7 +150,7 @@ def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> No
         if most is not None and tokens > most:
             raise ValueError(
                 f"A prompt with its completion may have {tokens:,} tokens, but teacher {source.name!r} reads "
-                f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
+                f"at most {most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
             )
 
 
@@ -179,10 +179,10 @@ def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
         first = min(others, key=ours.__getitem__)
         there = "none" if first not in theirs else f"id {theirs[first]}"
         raise ValueError(
-            f"The teacher {source.name!r} has another tokenizer. Of the policy's {len(ours):,} tokens, {len(others):,} "
-            f"have another id or none in the teacher's. For example, {first!r} has id {ours[first]} in the policy's "
-            f"tokenizer, and {there} in the teacher's. A teacher scores the policy's token ids: choose a teacher of "
-            "the policy's model family."
+            f"The teacher {source.name!r} has another tokenizer than the policy. Of the policy's {len(ours):,} tokens, "
+            f"{len(others):,} have another id or no id in the teacher's tokenizer. For example, {first!r} has id "
+            f"{ours[first]} in the policy's tokenizer, and {there} in the teacher's. A teacher scores the policy's "
+            "token ids: choose a teacher of the policy's model family."
         )
 
 

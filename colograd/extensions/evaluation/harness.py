@@ -145,7 +145,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
     try:
         if name.endswith(YAML):
             if not Path(name).is_file():
-                raise ValueError(f"there is no such file (current directory: {Path.cwd()})")
+                raise ValueError(f"the file doesn't exist (current directory: {Path.cwd()})")
             return _manager((str(Path(name).resolve().parent), *include), False).load([name])
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
@@ -160,8 +160,8 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
     except Exception as error:  # code and data of a task may raise anything
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ValueError(
-            f"The task {name!r} can't be loaded: {why}. It may need a package, a connection to the Hub or a filled "
-            "cache. A task of your own is a YAML file: give its path."
+            f"The task {name!r} can't be loaded: {why}. The task may need a package, a connection to the Hub or "
+            "a filled cache. A task of your own is a YAML file: give its path."
         ) from error
     meant = f" Did you mean {', '.join(near)}?" if near else ""
     raise ValueError(f"lm-evaluation-harness has no task {name!r}, and no folder of --include-path has one.{meant}")

@@ -213,7 +213,7 @@ def experts_of(micro_batch: MicroBatch) -> torch.Tensor | None:
 
 
 def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Pass a layer's experts to its router. This pre-forward hook also runs when checkpointing recomputes the layer."""
+    """Set the experts that a layer's router replays. This pre-forward hook also runs when the layer is recomputed."""
     routed = kwargs.pop(ROUTED, None)
     for router in routers:
         router.replayed = None if routed is None else routed[:, place]

@@ -126,7 +126,7 @@ def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> 
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():
-            raise ValueError(f"With fsdp, {name} is a single number and has no rows to cut. {remedy}")
+            raise ValueError(f"sharding: fsdp cuts parameters into rows, but {name} is a single number. {remedy}")
     for block in decoder:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:

@@ -133,8 +133,8 @@ class FullySharded(SharedParts):
         if (size := input_tensor.numel()) != self._sizes[block]:
             raise RuntimeError(
                 f"Gradients of a {type(block).__name__.removeprefix('FSDP')} have {size:,} elements, not "
-                f"{self._sizes[block]:,}: the loss doesn't depend on one of its parameters. Freeze parameters that "
-                "have no effect (requires_grad_(False)), or set sharding: gradients."
+                f"{self._sizes[block]:,}: the loss doesn't depend on one of this block's parameters. Freeze "
+                "parameters that have no effect (requires_grad_(False)), or set sharding: gradients."
             )
         self._exchanges.append(Exchange(block, size))
         self.traffic.reduced += input_tensor.nbytes

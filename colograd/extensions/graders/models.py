@@ -90,9 +90,9 @@ class RewardModel(ModelReward):
             with torch.inference_mode():
                 logits = self.model(**padded).logits
             if logits.shape != (len(batch), 1):
-                found = f"gives logits of shape {tuple(logits.shape)} for {len(batch)} texts"
-                rule = "must give one number per text: use a sequence classifier with num_labels 1"
-                raise ValueError(f"reward model {self.__name__!r} {found}, but {rule}.")
+                remedy = "use a sequence classifier with num_labels 1"
+                shapes = f"logits of shape {tuple(logits.shape)}, not {(len(batch), 1)}"
+                raise ValueError(f"reward model {self.__name__!r} returned {shapes}: {remedy}.")
             rewards[batch] = logits[:, 0].float().cpu()
         return rewards.tolist()
 
@@ -113,7 +113,7 @@ class RewardModel(ModelReward):
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield lists of row indices, longest rows first, of at most ``tokens`` padded tokens or a single row."""
+    """Yield lists of row indices, longest rows first. A list has at most ``tokens`` padded tokens, or a single row."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:

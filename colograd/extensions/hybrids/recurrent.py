@@ -128,8 +128,8 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Return stored and new inputs, (B, channels, tokens), and store the last K of them (K: kernel size). If they
-        are fewer than K, zeros are added in front."""
+        """Append ``inputs`` (B, channels, tokens) to the stored inputs, and put zeros in front if the result has fewer
+        than K tokens (K: the kernel size). Store the last K tokens of the result, and return the result."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
             inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)

@@ -37,7 +37,7 @@ def another(base_url: str, api_key: str) -> float:
     ("agent", "tools", "replay", "said"),
     [
         (lambda base_url, question: 1.0, None, False, "needs 'question', but gets only base_url, api_key, model, row"),
-        ("", None, False, "agent is empty"),
+        ("", None, False, "`agent` is empty"),
         (3, None, False, "must be a function, its import path, or a command line"),
         ("tests_that_are_not:there", None, False, "tests_that_are_not"),
         (run, object(), False, "agent and tools are both set"),

@@ -151,19 +151,19 @@ def test_schedules_are_linear_between_their_points() -> None:
     ("given", "said"),
     [
         ({"solved": 1}, "has the key 'solved', but the keys are pass_threshold, solved_at"),
-        ({"solved_at": 2.0}, r"solved_at is 2.0, but must be a pass rate in \(0, 1\]"),
-        ({"solved_at": "much"}, "must be a number"),
+        ({"solved_at": 2.0}, r"`solved_at` \(a pass rate\) is 2.0, but must be above 0 and at most 1"),
+        ({"solved_at": "much"}, "must be a finite number"),
         (
             {"shares": {"simple": 1}},
-            "has the pool 'simple', but `column` isn't set, so the pools are new, hard",
+            "has the pool 'simple', but without `column` the only pools are new, hard",
         ),
-        ({"column": "source"}, "but shares is missing: set"),
+        ({"column": "source"}, "but `shares` isn't set: set"),
         ({"shares": {"hard": -1}}, "a share is negative"),
         ({"shares": {"hard": float("inf")}}, "a share is negative or infinite"),
-        ({"solved_at": [1]}, r"solved_at is \[1\], but must be a number"),
-        ({"revisit_after": float("nan")}, "revisit_after is nan, but must be a number"),
+        ({"solved_at": [1]}, r"`solved_at` is \[1\], but must be a finite number"),
+        ({"revisit_after": float("nan")}, "`revisit_after` is nan, but must be a finite number"),
         ({"shares": {"hard": "half"}}, "the share of hard is 'half'"),
-        ({"difficulty": "level"}, "must both be set"),
+        ({"difficulty": "level"}, "set `difficulty`"),
     ],
 )
 def test_a_bad_curriculum_is_refused_with_the_rule(given: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_a_bad_curriculum_is_refused_with_the_rule(given: dict[str, Any], said: 
 def test_what_the_data_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="no column 'source'; it has 'prompt'"):
         state(column="source", shares={"a": 1})
-    with pytest.raises(ValueError, match="has the value 'c', which has no share"):
+    with pytest.raises(ValueError, match="has the value 'c', but `shares` has only"):
         state(4, columns={"source": ["a", "c"] * 2}, column="source", shares={"a": 1})
-    with pytest.raises(ValueError, match="must have a number in each row"):
+    with pytest.raises(ValueError, match="a row of the column 'level' has no number"):
         state(4, columns={"level": ["low", "high"] * 2}, difficulty="level", difficulty_until=1)
 
 

@@ -302,7 +302,7 @@ def test_a_teacher_that_can_t_score_the_policy_s_tokens_is_refused(tiny_model, t
     other = tiny.make_model(tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"A": ', '"?A": '))
-    with pytest.raises(ValueError, match=r"another tokenizer\. Of the policy's 258 tokens, 1 have .* For example, 'A'"):
+    with pytest.raises(ValueError, match=r"another tokenizer than.* policy's 258 tokens, 1 have .* For example, 'A'"):
         check_teacher(policy, made(tmp_path, other))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (other / file).unlink()

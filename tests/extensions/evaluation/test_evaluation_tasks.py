@@ -95,7 +95,7 @@ def test_long_prompts_are_cut_at_their_beginning(folder: Path) -> None:
     [
         ("choices@2", {}, "the task 'choices' is scored by log-probabilities: leave out @2"),
         ("letters@2", {"temperature": 0.0}, "2 completions per question at temperature 0 would be equal"),
-        ("nowhere/mine.yaml", {}, "can't be loaded: ValueError: there is no such file"),
+        ("nowhere/mine.yaml", {}, "can't be loaded: ValueError: the file doesn't exist"),
     ],
 )
 def test_an_impossible_task_is_one_error(folder: Path, text: str, changes: dict[str, Any], said: str) -> None:

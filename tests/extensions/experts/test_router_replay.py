@@ -263,7 +263,7 @@ def test_what_takes_no_experts_or_tells_none_is_refused_with_the_remedy(tmp_path
     with pytest.raises(ValueError, match=r"router_replay and torch_compile are both true.*set one of them to false"):
         tiny.config(tmp_path, router_replay=True, torch_compile=True)
     args = tiny.config(tmp_path, router_replay=True)
-    with pytest.raises(ValueError, match=r"a rollout_func returns tokens without the experts.*: set router_replay"):
+    with pytest.raises(ValueError, match=r"rollout_func is a function, which can't return.*: set router_replay"):
         UserFeature.of(tiny.trainer_arguments(rollout_func=lambda prompts, trainer: {}), args)
     with pytest.raises(ValueError, match=r"router_replay is true and .*enable_prefix_caching: false.*remove one"):
         routed.RouterLog(cast(Any, SimpleNamespace(on_cpu=False))).arguments({"enable_prefix_caching": False})

@@ -261,11 +261,11 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
     assert first.sampled.tolist() == [True, False, True] and first.sampler_logprobs.tolist() == [-1, -2, -3]
     for broken, said in (
         ({"prompt_ids": [[1]]}, "must return a dict with prompt_ids, completion_ids, logprobs"),
-        ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]]}, "1 prompt_ids for 4 prompts"),
-        ({"prompt_ids": [[1]] * 4, "completion_ids": [[1]] * 4, "logprobs": [[]] * 4}, "three lengths must be equal"),
-        ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]], "completions": ["a"]}, "rename it"),
-        ({"prompt_ids": 3, "completion_ids": [[1]], "logprobs": [[0.0]]}, "a single prompt_ids for 4 prompts"),
-        ({"prompt_ids": [[1]] * 4, "completion_ids": [[999]] * 4, "logprobs": [[0.0]] * 4}, "token id 999 is too high"),
+        ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]]}, "1 `prompt_ids` for 4 completions"),
+        ({"prompt_ids": [[1]] * 4, "completion_ids": [[1]] * 4, "logprobs": [[]] * 4}, "three numbers must be equal"),
+        ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]], "completions": ["a"]}, "rename these"),
+        ({"prompt_ids": 3, "completion_ids": [[1]], "logprobs": [[0.0]]}, "a single `prompt_ids` for 4"),
+        ({"prompt_ids": [[1]] * 4, "completion_ids": [[999]] * 4, "logprobs": [[0.0]] * 4}, "the token id 999, but"),
     ):
         writer = CustomRollouts(trainer.engine, lambda prompts, broken=broken: broken, {end})
         with pytest.raises(ValueError, match=said):

@@ -29,7 +29,7 @@ NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
 def _problem(problem: str) -> RuntimeError:
     from vllm import __version__
 
-    return RuntimeError(f"vLLM {__version__} {problem}: set router_replay: false, or install vLLM 0.31.")
+    return RuntimeError(f"With vLLM {__version__}, {problem}: set router_replay: false, or install vLLM 0.31.")
 
 
 class RouterLog(EngineFeature):
@@ -49,7 +49,7 @@ class RouterLog(EngineFeature):
                 "Runner V2 stores the experts by blocks of the prefix cache: remove one of the two settings."
             )
         if not accepted(TELLS_EXPERTS):
-            raise _problem("doesn't return the experts that it chooses, but router_replay needs them")
+            raise _problem("the engine can't return the experts that it chooses, but router_replay needs them")
         return {TELLS_EXPERTS: True}
 
     def built(self, engine: Any) -> None:
@@ -68,7 +68,7 @@ class RouterLog(EngineFeature):
         self._step: list[torch.Tensor | None] = [None] * len(self._layers)
         routers = [getattr(layer, "router", None) for layer in self._layers]
         if not routers or not (self.itself or all(hasattr(router, "set_capture_fn") for router in routers)):
-            raise _problem("has no routers of this model that report the experts, which router_replay needs")
+            raise _problem("the model's routers don't report their choice of experts, but router_replay needs them")
         if not self.itself:
             for place, router in enumerate(routers):
                 router.set_capture_fn(functools.partial(self._keep, place))  # type: ignore[union-attr]
@@ -113,13 +113,13 @@ class RouterLog(EngineFeature):
         if self.itself:
             experts = getattr(completion, "routed_experts", None)  # Array (tokens - 1, number of layers, K).
             if experts is None:
-                raise _problem("returned no experts for a completion, but router_replay needs them")
+                raise _problem("the engine returned no experts for a completion, but router_replay needs them")
             layers = [int(layer.layer_id) for layer in self._layers]
             return torch.from_numpy(experts[:, layers].astype("int16")).to(self.dtype)
         rows = self._seen.get(request, {}).pop(completion.index, None)
         if rows is None:
-            why = "so that router_replay doesn't know its experts"
-            raise _problem(f"ran the request {request!r} under another name, {why}")
+            why = "so that router_replay can't find the request's experts"
+            raise _problem(f"the engine ran the request {request!r} under another name, {why}")
         return rows
 
     def drop(self, request: str) -> None:
