@@ -144,6 +144,7 @@ class WorkerPool:
 
     def __post_init__(self) -> None:
         able, reasons = dict[str, bytes](), dict[str, str]()
+        self.reasons = reasons  # Name of a function that can't run in a worker -> why.
         for name, function in self.functions.items() if self.size else ():
             try:
                 able[name] = cloudpickle.dumps(function)

@@ -97,7 +97,9 @@ class CustomRollouts:
 
     def _rollouts(self, answer: dict[str, Any], size: int, version: int) -> list[Rollout]:
         if not isinstance(answer, dict) or any(answer.get(name) is None for name in NEEDED):
-            held = ", ".join(answer) if isinstance(answer, dict) else repr(answer)
+            held = repr(answer)
+            if isinstance(answer, dict):
+                held = ", ".join(name for name, values in answer.items() if values is not None) or "an empty dict"
             raise ValueError(f"rollout_func returned {held}, but must return a dict with {', '.join(NEEDED)}.")
         answer = {name: values for name, values in answer.items() if values is not None}
         if reserved := {*answer} & {*RESERVED, "environments"} - {*NEEDED}:
@@ -118,9 +120,9 @@ class CustomRollouts:
                 counts = f"{len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values in env_mask"
                 raise ValueError(f"{where} {counts}, but the three numbers must be equal, and at least 1.")
             prompt_ids, tokens = tuple(map(int, prompt)), [*map(int, ids)]
-            if (highest := max((*prompt_ids, *tokens))) >= self.engine.vocab_size:
-                rule = f"must be below {self.engine.vocab_size:,} (the model's vocabulary): use the model's tokenizer"
-                raise ValueError(f"{where} the token id {highest}, but token ids {rule}.")
+            if wrong := [each for each in (*prompt_ids, *tokens) if not 0 <= each < self.engine.vocab_size]:
+                rule = f"must be in [0, {self.engine.vocab_size:,}) (the model's vocabulary): use the model's tokenizer"
+                raise ValueError(f"{where} the token id {wrong[0]}, but token ids {rule}.")
             first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
             flat = torch.tensor([math.nan if value is None else float(value) for value in first], dtype=torch.float32)
             end = FinishReason.STOP if tokens[-1] in self.end_tokens else FinishReason.LENGTH

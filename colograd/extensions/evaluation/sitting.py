@@ -44,7 +44,7 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
     judges = {f"{each.text}: {task.name}": Judge(task.task) for each in benchmarks for task in each.tasks}
     pool = WorkerPool("benchmarks", judges, min(MOST_WORKERS, process.cpu_threads()), CHECK_SECONDS)
     if lost := [name for name in judges if name not in pool]:
-        raise ValueError(f"Leave out {lost[0]}. Its checks can't run in a worker process: {'; '.join(pool.notes)}.")
+        raise ValueError(f"Leave out {lost[0]}. Its checks can't run in a worker process: {pool.reasons[lost[0]]}.")
     return pool
 
 
