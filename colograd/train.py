@@ -75,8 +75,8 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
     """Make the trainer that a command line describes. ``kind``: class of the trainer, by default `GRPOTrainer`.
 
-    Exit with status 0 if the run to resume (`resume_from_checkpoint: auto`) has finished its `max_steps`, unless
-    ``kind`` or `push_to_hub` is set."""
+    Exit with status 0 if the run to resume (`resume_from_checkpoint: auto` or `true`) has finished its `max_steps`,
+    unless ``kind`` or `push_to_hub` is set."""
     import yaml
 
     from colograd.config import given_settings, parse_arguments
