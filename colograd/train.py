@@ -73,10 +73,10 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
-    """Make the trainer that a command line describes.
+    """Make the trainer that a command line describes. ``kind``: class of the trainer, by default `GRPOTrainer`.
 
-    If the run to resume (`resume_from_checkpoint: auto`) has finished its `max_steps`, exit with status 0. With
-    ``kind`` or `push_to_hub`, make the trainer even then."""
+    Exit with status 0 if the run to resume (`resume_from_checkpoint: auto` or `true`) has finished its `max_steps`,
+    unless ``kind`` or `push_to_hub` is set."""
     import yaml
 
     from colograd.config import given_settings, parse_arguments
@@ -137,7 +137,7 @@ def make_trainer(
 
         if not evaluates:
             raise ValueError(
-                f"exams is {script.exams}, but nothing is evaluated: set eval_strategy: steps, or eval_on_start: true."
+                f"`exams` is {script.exams}, but nothing is evaluated: set eval_strategy: steps or eval_on_start: true."
             )
         (names_of,) = registry.hooks("benchmark_names")
         names, test = names_of(script.exams), script.dataset_test_split

@@ -73,9 +73,9 @@ class GRPOTrainer(TrainerBase):
         quantization_config: a `transformers.BitsAndBytesConfig` for the frozen base of a LoRA adapter.
         peft_config: a `peft.LoraConfig`. If it is set, the adapter is trained instead of the whole model.
         tools: functions that the model may call while it generates (see docs/guide/tools.md).
-        rollout_func: a function ``f(prompts, trainer) -> dict`` that makes the completions of all prompts.
-        environment_factory: a function that makes an environment (an object with tools as methods), or a dict {value
-            of a row's column ``environment``: such a function}.
+        rollout_func: a function ``f(prompts, trainer) -> dict``, or a class, that makes completions in vLLM's place.
+        environment_factory: a function that makes an environment (an object with tools as methods). Or a dict of such
+            functions; its keys are values of the dataset's column ``environment``.
         agent: a function or command that runs once per completion and calls the model over HTTP (docs/guide/tools.md).
 
     Raises:
@@ -197,7 +197,7 @@ class GRPOTrainer(TrainerBase):
 
         Advantages are per token if an agent's turns are rewarded one by one. With `scale_rewards` batch or
         batch_centered, or `multi_objective_aggregation: normalize_then_sum`, the trainer later divides all advantages
-        by a standard deviation over the optimizer step."""
+        of an optimizer step by the standard deviation of the step's scores (`AdvantageEstimator.step_scores`)."""
         advantages = self.estimator.of_group(rewards)
         if (add := self.feature.add_advantages) is None:
             return advantages

@@ -142,7 +142,7 @@ class WholeCopies(ShardingStrategy):
 
 
 class SharedParts(ShardingStrategy):
-    """Base class of strategies where the ranks in `among` divide the summed gradient and the optimizer state."""
+    """Base class of strategies that divide the summed gradient and the optimizer state over the ranks of `among`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -277,9 +277,9 @@ class SharedGradients(SharedOptimizer):
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return True: the loss has gradients for the same parameters on all ranks. A subclass may return False.
+        """Return whether the loss has gradients for the same parameters on all ranks. Always True in this class.
 
-        Then buckets are summed only at the backward's end, because ranks must sum them in the same order."""
+        If a subclass returns False, `backward` sums all buckets at its end, in the same order on all ranks."""
         return True
 
     def _on_gradient(self, index: int) -> None:
@@ -321,7 +321,7 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
 
 
 class SharedRows(ShardingStrategy):
-    """Mixin for strategies where several ranks train each row together. The other base class must sum the gradients."""
+    """Mixin for strategies where several ranks train each row together. A second base class sums the gradients."""
 
     meets_in_backward = True
 
@@ -391,5 +391,5 @@ def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
         raise ValueError(
             f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "
             f"({type(optimizer).__name__}): each rank's optimizer has slices of parameters. Remove the argument "
-            "optimizers and set optim, or set sharding: none."
+            "`optimizers` and set `optim`, or set `sharding: none`."
         )

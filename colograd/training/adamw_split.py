@@ -83,8 +83,8 @@ Steps = Callable[[Sequence[Piece]], None]
 class AdamWSplit(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) on float32 master weights that are split into bfloat16 parameter and int16 remainder.
 
-    Parameters are written in place, and may be views of larger tensors. The state of a bfloat16 parameter is an int16
-    remainder, two float32 moments (10 bytes per weight), and a step count. Gradients are float32 or bfloat16.
+    Parameters are written in place, and may be views of larger tensors. The state of a bfloat16 parameter is a step
+    count and 10 bytes per weight: an int16 remainder and two float32 moments. Gradients are float32 or bfloat16.
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
@@ -219,8 +219,8 @@ def step_constants(
     """Compute the constants of an AdamW step for `fused_step`.
 
     Returns:
-        [7] float32: decay factor, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias correction, eps, and
-        the step size lr / (1 - beta1^step).
+        [7] float32: the decay factor 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2**step), eps,
+        and the step size lr / (1 - beta1**step).
     """
     beta1, beta2 = betas
     root, size = (1 - beta2**step) ** 0.5, lr / (1 - beta1**step)
@@ -324,14 +324,14 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
     """Return class and keyword arguments of the optimizer, or None if transformers chooses them.
 
-    A hook ``optimizer(args, model)`` returns None, or a tuple (subclass of `AdamWSplit`, more keyword arguments)."""
+    A hook ``optimizer(args, model)`` may return a subclass of `AdamWSplit` and more keyword arguments, or None."""
     if args.optim not in KEEPS_MASTER:
         return None
     choices: dict[str, bool | None] = {"": None, "compiled=true": True, "compiled=false": False}
     if (text := (args.optim_args or "").replace(" ", "").lower()) not in choices:
         raise ValueError(
-            f"optim_args is {args.optim_args!r}, but optim is {args.optim}: set optim_args to `compiled=true` or "
-            "`compiled=false`, or remove it."
+            f"`optim_args` is {args.optim_args!r}, which `optim: {args.optim}` doesn't know: set `optim_args` to "
+            "`compiled=true` or `compiled=false`, or remove it."
         )
     compiled = choices[text]
     if args.on_cpu and compiled:

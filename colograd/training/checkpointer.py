@@ -124,8 +124,8 @@ class Checkpointer(TrainerCallback):
                     was, now = changed["learning_rate"]
                     raise ValueError(
                         f"learning_rate is {now}, but {checkpoint} was trained with {was}, and "
-                        f"lr_scheduler_type {kind} continues from the checkpoint's learning rate: set learning_rate: "
-                        f"{was}."
+                        f"`lr_scheduler_type: {kind}` continues from the checkpoint's learning rate: set "
+                        f"`learning_rate: {was}`."
                     )
             if changed:
                 listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
@@ -348,9 +348,9 @@ class Checkpointer(TrainerCallback):
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Return a background save's buffers in host memory, by weight name. Other saves have none.
+        """Return a background save's buffers in host memory, by weight name; {} if there are none, e.g. in other saves.
 
-        A caller may put a weight into its buffer. Then `write_tensors` doesn't copy the weight again."""
+        A caller may copy a weight into the buffer of that name. Then `write_tensors` doesn't copy the weight again."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:

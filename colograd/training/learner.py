@@ -108,7 +108,7 @@ def loss_pass(
 
     Args:
         sharding: strategy that runs the backward. None means that only the forward runs.
-        passed: function that gets the number of tokens of each finished micro-batch.
+        passed: function that is called with the number of tokens of each finished micro-batch.
         metrics: metrics of the micro-batches that are trained already.
 
     Returns:

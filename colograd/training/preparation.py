@@ -57,8 +57,8 @@ class PreparedRun:
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
     """Check the arguments, load the policy, tokenise the prompts. A collective call.
 
-    Hooks: ``trainer_arguments(arguments, config)`` may change the config. ``loaded_policy(policy, config, samples)``
-    returns the policy. ``without_rewards(config)`` returns whether the run needs no reward function."""
+    Call extensions' hooks: ``trainer_arguments(arguments, config)`` may change the config, ``without_rewards(config)``
+    returns whether the run needs no reward function, ``loaded_policy(policy, config, samples)`` returns the policy."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
@@ -114,8 +114,8 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
-            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own GRPOConfig: "
-            "from colograd import GRPOConfig."
+            f"`args` is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own GRPOConfig: "
+            "import it with `from colograd import GRPOConfig`."
         )
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -134,10 +134,9 @@ def longest_completion(args: GRPOConfig) -> int:
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Prompts:
-    """Tokenise the training dataset.
+    """Tokenise the training dataset, unless a hook ``prompts(dataset, rules, config)`` returns its prompts.
 
-    A hook ``prompts(dataset, rules, config)`` returns prompts, or None if it can't read this kind of dataset. A hook
-    ``train_prompts(prompts, config)`` checks or changes prompts."""
+    Then call the hooks ``train_prompts(prompts, config)``, which check the prompts or change them in place."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     if isinstance(rows, IterableDataset):
@@ -156,8 +155,8 @@ def eval_prompts_of(
 ) -> Any:
     """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
 
-    A hook ``benchmark(dataset, policy, config, context)`` may replace datasets by objects with `evaluate` and
-    `dropped_line`. ``context``: maximum tokens of a sequence in the vLLM engine. None: no engine yet."""
+    Hooks ``benchmark(dataset, policy, config, context)`` may replace benchmarks' names by objects with `evaluate` and
+    `dropped_line`. ``context``: maximum tokens of a sequence in the vLLM engine, or None before the engine exists."""
     for replace in registry.hooks("benchmark"):
         dataset = replace(dataset, policy, args, context)
 
@@ -173,7 +172,7 @@ def eval_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply `remove_unused_columns` to a dataset. A hook ``prompt_columns(config)`` returns names of columns to keep.
+    """Apply `remove_unused_columns` to a dataset, and keep the columns that hooks ``prompt_columns(config)`` return.
 
     If the column ``prompt`` is missing and the rollout source writes the prompts, add empty prompts, and keep all
     columns."""
@@ -194,9 +193,9 @@ def prompt_rules(
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
         raise ValueError(
-            f"The longer of max_completion_length and max_completion_length_eval is {completion}, but the context has "
-            f"{most} tokens and must hold a prompt, too: lower the setting, or raise `vllm_max_model_length` if the "
-            "model's context is longer."
+            f"The larger of `max_completion_length` and `max_completion_length_eval` is {completion}, but the context "
+            f"has {most} tokens and must hold a prompt, too: lower the larger one, or raise `vllm_max_model_length` if "
+            "the model's context is longer."
         )
     return PromptRules(
         policy.tokenizer,
@@ -229,7 +228,7 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return the reader that a hook ``prompt_reader(policy)`` makes, or None. It reads e.g. images of dataset rows."""
+    """Return the first reader of images in dataset rows that a hook ``prompt_reader(policy)`` makes, or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 

@@ -198,7 +198,7 @@ class SeamTrainer(Trainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return transformers' values, with ``max_steps`` raised to a multiple of `round_length`.
+        """Return transformers' tuple of training values, with ``max_steps`` raised to a multiple of `round_length`.
 
         A run can't resume within a round (the optimizer steps from one generation to the next)."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
@@ -234,7 +234,7 @@ class SeamTrainer(Trainer):
         self.console.warn_of_all(gather(problem))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log metrics. If a training loss is among them, add the mean of each step metric since the last such log."""
+        """Log metrics. Next to a training loss, log each step metric's mean since the last logged training loss."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
             for name in dict.fromkeys(name for entry in self._unlogged for name in entry):
                 values = [entry[name] for entry in self._unlogged if name in entry]
@@ -334,9 +334,9 @@ class SeamTrainer(Trainer):
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(
-                f"push_to_hub needs a repository on the Hub, but making {name!r} failed ({why}). To push, you need a "
-                "connection and a token with write access (`hf auth login`, or HF_TOKEN). Or set `push_to_hub: false`, "
-                f"and push later: `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
+                f"`push_to_hub: true` needs a repository on the Hub, but creating {name!r} failed ({why}). "
+                "Get a connection and a token with write access (`hf auth login`, or HF_TOKEN). Or, to push later, set "
+                f"`push_to_hub: false`, and run `hf upload {name} {os.path.relpath(self.args.output_dir)}` then."
             ) from None
 
     def create_model_card(

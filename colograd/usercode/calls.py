@@ -1,4 +1,4 @@
-"""Outcomes and time limits of calls of the user's code. Also the file and line of a function or an error."""
+"""Call the user's code with a time limit and return the outcome. Find the file and line of a function or an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -> None:
-    """Call ``tell(started, ended, *further)`` when ``call`` ends. Both times are of `time.perf_counter`."""
+    """When ``call`` ends, pass its start and end (times of `time.perf_counter`) and ``further`` to ``tell``."""
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:

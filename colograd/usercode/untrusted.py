@@ -57,7 +57,7 @@ def printable(text: str) -> str:
 def own_copy(value: Any) -> Any:
     """Deep-copy an argument for user code, because user code may change the argument.
 
-    Objects that can't be copied are shared. So are objects with a class outside the modules of `OF_DATA` and PIL."""
+    An object is shared, not copied, if copying fails, or if its class is in no module of `OF_DATA` and not in PIL."""
     kind = type(value)
     if kind in UNCHANGING:
         return value

@@ -31,7 +31,8 @@ PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewa
 
 
 class CallLog:
-    """Values that one call of a reward function logs: `extra` is its ``log_extra``, `metric` its ``log_metric``."""
+    """Values that a call of a reward function logs: the function gets `extra` as ``log_extra``, `metric` as
+    ``log_metric``."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {}

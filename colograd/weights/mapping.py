@@ -197,8 +197,9 @@ def _find(
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
     """Yield the slices of a `kv_b_proj` weight in vLLM's copies for decoding (`ABSORBED`): per head a matrix (P, L) for
-    keys and (L, V) for values, with latent size L. ``parts`` are the weight's slices in vLLM's `kv_b_proj`, a matrix
-    (H * (P + V), L) for the rank's H heads. Other parameters have no copies."""
+    keys and a matrix (L, V) for values. P and V are the sizes of a head's keys and values, L is the latent size.
+    ``parts`` are the weight's slices in vLLM's `kv_b_proj`, a matrix (H * (P + V), L) on a rank with H heads. Other
+    parameters have no copies."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
@@ -366,8 +367,8 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
     """Yield the known row orders of a weight with ``total`` rows, ``queries`` query heads and ``keys`` key heads.
 
-    An order is a list of index tensors: the policy's rows in the sequence of the engine's rows. A fused weight's order
-    has three tensors (queries, keys, values), because ranks divide each of the three separately."""
+    An order is a list of index tensors. Element i of their concatenation is the index of the policy's row that is row i
+    in the engine. A fused weight has three tensors (queries, keys, values): ranks divide each of them separately."""
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
         by_head = rows.view(keys, group + 2, -1)

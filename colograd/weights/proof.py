@@ -94,10 +94,10 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
 def _check_differences(differences: torch.Tensor, most: float, where: str = "") -> None:
     if not (error := float(differences.abs().mean())) <= most:
         raise RuntimeError(
-            f"With the policy's weights the engine's log-probabilities differ by {error:.2g} nats on "
-            f"average{where}, which is above the rounding error of {most:.2g}: vLLM computes this architecture "
-            "differently, or stores its weights in an unknown layout. Use another model. If this one is quantised, "
-            "load it without quantisation."
+            f"Policy and engine have the same weights, but their log-probabilities differ by {error:.2g} nats on "
+            f"average{where}. Rounding explains at most {most:.2g}: vLLM computes this architecture differently, or "
+            "stores its weights in an unknown layout. Use another model. If this one is quantised, load it without "
+            "quantisation."
         )
 
 
@@ -107,9 +107,9 @@ def check_read(
 ) -> list[Slice]:  # fmt: skip
     """Test whether the engine reads each slice. Return the slices without effect on its output. A collective.
 
-    Without ``tower_prompt`` (a prompt with images) the slices of a vision tower are returned, too.
-    ``every``: all slices of the policy (default: ``slices``). If the policy's output depends on a parameter that the
-    engine doesn't read, a RuntimeError is raised.
+    Raise RuntimeError if one of these has an effect on the policy's output. ``every``: all slices of the policy
+    (default: ``slices``). Without ``tower_prompt`` (a prompt with images) a vision tower's slices aren't tested, but
+    returned.
     """
     # A prompt doesn't read the second copies for decoding (`mapping.ABSORBED`).
     slices = [part for part in slices if not part.again]
@@ -141,8 +141,8 @@ def read_together(
     """Return names of slices that the engine certainly reads. Any number of slices takes a few forwards. A collective.
 
     The engine's weights are multiplied by the signs of `cancelling`, which together leave its output unchanged. If the
-    engine ignored one slice, that slice's signs would be missing and the output would change. A slice counts as read
-    if this change, predicted by the policy's gradient, is far larger than the measured change.
+    engine ignored one slice, that slice's signs would be missing and the output would change. `effects_on` predicts
+    that change. The slice counts as read if the prediction is far larger than the output's measured change.
     """
     if not slices:
         return set()
@@ -172,8 +172,8 @@ def read_together(
 
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
-    """Estimate how many nats the prompt's log-probability changes if random elements of a slice change their sign: the
-    norm of gradient times value. Return the estimates by slice name, or {} if the gradients don't fit into memory."""
+    """Estimate, per slice, how many nats the prompt's log-probability changes if random elements of the slice change
+    sign: the norm of value * derivative over its elements. Return {} if the gradients don't fit into memory."""
     effects: dict[str, float] = {}
     parameters = {*policy.parameters()}
     slice_of = {part.source: part for part in slices if part.source in parameters}
@@ -284,8 +284,9 @@ def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
 
     Some channels of the residual stream change their sign, in the embedding and in all projections that write or read
     the stream. Some channels of each norm change their sign, together with the columns of the projections that read the
-    norm. Queries, keys and values are negated: the signs cancel in the scores, and in the output projection. A change
-    of sign is exact in every dtype. ``norms``: whether norms get factors; false if norms multiply by 1 + weight.
+    norm. The query and key projections are negated, so the attention scores don't change. The value and output
+    projections are negated, so the attention's output doesn't change. A change of sign is exact in every dtype.
+    ``norms``: whether norms get factors; false if norms multiply by 1 + weight.
     """
     kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}
     embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)

@@ -50,36 +50,36 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
     ``cut``: whether each rank holds only a part of the policy's weights (``sharding: fsdp``)."""
     if cut and adapter is not None:
         raise ValueError(
-            "sharding is 'fsdp', but the policy trains a LoRA adapter, and fsdp doesn't divide a model with an "
-            "adapter: set sharding: gradients, which divides the adapter's gradients and optimizer state over ranks."
+            "`sharding` is 'fsdp', but the policy trains a LoRA adapter, and fsdp doesn't divide a model with an "
+            "adapter: set `sharding: gradients`, which divides the adapter's gradients and optimizer state over ranks."
         )
     if cut and wanted not in ("auto", "gathered"):
         raise ValueError(
-            f"weights is {wanted!r} and sharding is 'fsdp', but with fsdp no rank holds whole weights to share or "
-            "copy: set weights: auto, which gathers weights from the ranks, or sharding: gradients, which doesn't cut "
-            "weights."
+            f"`weights` is {wanted!r} and `sharding` is 'fsdp', but with fsdp no rank holds whole weights to share or "
+            "copy: set `weights: auto`, which gathers weights from the ranks, or `sharding: gradients`, which doesn't "
+            "cut weights."
         )
     if wanted == "gathered" and not cut:
         raise ValueError(
-            "weights is 'gathered', but each rank holds the whole policy: set weights: auto, or sharding: fsdp on "
-            "several ranks."
+            "`weights` is 'gathered', but each rank holds the whole policy: set `weights: auto`, or `sharding: fsdp` "
+            "on several ranks."
         )
     if is_import_path(wanted):
         find_weight_sync(wanted)
         if adapter is not None:
             raise ValueError(
-                f"weights is {wanted!r}, but the policy trains a LoRA adapter, and your own class publishes whole "
-                "weights: set use_peft: false (or remove peft_config), or set weights: auto."
+                f"`weights` is {wanted!r}, but the policy trains a LoRA adapter, and your own class publishes whole "
+                "weights: set `use_peft: false` (or remove `peft_config`), or set `weights: auto`."
             )
     if wanted == "adapter" and adapter is None:
         raise ValueError(
-            "weights is 'adapter', but the policy is trained without a LoRA adapter: set use_peft: true (or pass "
-            "peft_config), or set weights: auto."
+            "`weights` is 'adapter', but the policy is trained without a LoRA adapter: set `use_peft: true` (or pass "
+            "`peft_config`), or set `weights: auto`."
         )
     if adapter is None or wanted == "copied":
         return None
     if wanted != "auto" and adapter.why_merged:
-        raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto to merge the adapter.")
+        raise ValueError(f"`weights` is {wanted!r}, but {adapter.why_merged}: set `weights: auto` to merge the LoRA.")
     return None if adapter.why_merged else adapter
 
 
@@ -88,8 +88,8 @@ def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice
     methods = ("publish", "describe", "differing")
     if missing := [name for name in methods if not callable(getattr(sync_class, name, None))]:
         raise ValueError(
-            f"weights is {path!r}, a class without the method {missing[0]}: a weight sync must have the methods "
-            "publish, describe and differing, see docs/design.md."
+            f"`weights` is {path!r}, a class without the method `{missing[0]}`: a weight sync must have the methods "
+            "`publish`, `describe` and `differing`, see docs/design.md."
         )
     return sync_class
 
@@ -114,7 +114,7 @@ def weight_sync(
     Args:
         untouched: whether the policy has exactly the values of the checkpoint that the engine loaded.
         cut: how ranks divide the policy. "": not at all. "rows": later, each rank will keep some rows of the weights.
-            "parts": in this function, each rank keeps the part of each parameter that vLLM holds on this rank.
+            "parts": this function leaves on each rank only the part of a parameter that vLLM has on the same rank.
     """
     rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:
@@ -140,8 +140,8 @@ def weight_sync(
         untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
         if engine.served is not None and (unused := engine.served.unused(untested)):
             raise RuntimeError(
-                f"weights is 'shared', but {unused} of the engine's layers don't use the policy's quantised weights: "
-                "Colograd doesn't know this architecture yet. Set weights: auto to copy them."
+                f"`weights` is 'shared', but {unused} of the engine's layers don't use the policy's quantised weights: "
+                "Colograd doesn't know this architecture yet. Set `weights: auto` to copy the weights."
             )
     pairing = Pairing(policy, engine, slices, device, equal and not packed, tower_prompt)
     if cut == "parts":  # an extension cuts the policy, and returns the sync
@@ -172,7 +172,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
         except Unserved as unserved:
             if wanted != "auto":
                 raise ValueError(
-                    f"weights is {wanted!r}, but {unserved}: set weights: auto to merge the adapter into a copy."
+                    f"`weights` is {wanted!r}, but {unserved}: set `weights: auto` to merge the adapter into a copy."
                 ) from None
             why_merged = str(unserved)
     move(policy, pairing.device)
@@ -188,8 +188,8 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
         raise ValueError(
-            f"weights is 'shared', but {len(obstacles)} of {len(pairing.slices)} parameters can't be shared ({name}: "
-            f"{reason}): set weights: auto. If the cause is dtype in vllm_engine_kwargs, remove it."
+            f"`weights` is 'shared', but {len(obstacles)} of {len(pairing.slices)} parameters can't be shared ({name}: "
+            f"{reason}): set `weights: auto`, or remove `dtype` from `vllm_engine_kwargs` if it is the cause."
         )
     policy, engine, ranks = pairing.policy, pairing.engine, pairing.engine.layout.ranks_per_engine
     if wanted == "copied" or len(obstacles) == len(pairing.slices) or ranks > 1:

@@ -1,7 +1,7 @@
 """`WeightSync`, the interface of weight syncs, and implementations that share memory with the engine or copy weights.
 
-`MergedWeights` computes W + scaling * B A in float32 layer by layer, and rounds the sum once. Merging into the policy's
-own weights would accumulate rounding errors.
+`MergedWeights` adds the adapter's product (scaling * B @ A) to the base weight in float32, layer by layer, and rounds
+the sum once. Merging into the policy's own weights would accumulate rounding errors.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class SharedWeights(CopiedWeights):
         self.slices = [*self.shared, *self.slices]
         if unbound := [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]:
             raise RuntimeError(
-                f"{len(unbound)} parameters left the engine's memory ({', '.join(unbound[:3])}): set weights: copied."
+                f"{len(unbound)} parameters were moved out of the engine's memory ({', '.join(unbound[:3])}): set "
+                "`weights: copied`."
             )
 
     def describe(self) -> str:

@@ -414,5 +414,5 @@ def test_rate_kept_in_the_schedule_refuses_another(run: Any) -> None:
     run.train()
     was = run.args.learning_rate
     vars(run.args)["learning_rate"] = 2 * was
-    with pytest.raises(ValueError, match=f"reduce_lr_on_plateau continues .*: set learning_rate: {was}"):
+    with pytest.raises(ValueError, match=f"reduce_lr_on_plateau` continues .*: set `learning_rate: {was}`"):
         run.checkpointer.begin(f"{run.args.output_dir}/checkpoint-1")

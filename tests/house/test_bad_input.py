@@ -245,7 +245,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "another trainer's configuration": (
         lambda _: prepared_config(TrainingArguments(output_dir="unused", report_to="none"), "m"),  # type: ignore[arg-type]
-        "args is a transformers.TrainingArguments",
+        "`args` is a transformers.TrainingArguments",
         "must be Colograd's own",
         "from colograd import GRPOConfig",
     ),
@@ -368,21 +368,21 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "weights shared with an engine that a rank has only rows of": (
         lambda _: check_choice("shared", None, cut=True),
-        "weights is 'shared' and sharding is 'fsdp'",
+        "`weights` is 'shared' and `sharding` is 'fsdp'",
         "no rank holds whole weights",
-        "set weights: auto.* or sharding: gradients",
+        "set `weights: auto`.* or `sharding: gradients`",
     ),
     "weights to gather that nobody has cut": (
         lambda _: check_choice("gathered", None),
-        "weights is 'gathered'",
+        "`weights` is 'gathered'",
         "each rank holds the whole policy",
-        "set weights: auto, or sharding: fsdp",
+        "set `weights: auto`, or `sharding: fsdp`",
     ),
     "a base to cut that the engine has anyway": (
         lambda _: check_choice("auto", Adapter("default", 8, ("q_proj",), ""), cut=True),
-        "sharding is 'fsdp', but the policy trains a LoRA adapter",
+        "`sharding` is 'fsdp', but the policy trains a LoRA adapter",
         "fsdp doesn't divide a model with an adapter",
-        "set sharding: gradients",
+        "set `sharding: gradients`",
     ),
     "a reference to mix with a policy in parts": (
         lambda tmp: check_reference(SimpleNamespace(), SimpleNamespace(sync_ref_model=True, cuts_weights=True)),
@@ -394,7 +394,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: check_sharding(config(sharding="gradients"), torch.optim.SGD([torch.zeros(1)])),
         "sharding is 'gradients', which can't use the optimizer passed",
         "each rank's optimizer has slices of parameters",
-        "set optim",
+        "set `optim`",
     ),
     "a share of the GPU that is none": (
         lambda _: config(vllm_gpu_memory_utilization=35),
@@ -650,9 +650,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
         ({"dataset_name": "cut.jsonl"}, "line 2 isn't JSON"),
         (
             {"push_to_hub": "true", "max_completion_length": "8"},
-            "push_to_hub needs a repository on the Hub, but making 'out' failed (ConnectError",
+            "`push_to_hub: true` needs a repository on the Hub, but creating 'out' failed (ConnectError",
         ),
-        ({"max_completion_length": "300"}, "max_completion_length_eval is 300, but the context has 256 tokens"),
+        ({"max_completion_length": "300"}, "`max_completion_length_eval` is 300, but the context has 256 tokens"),
         ({"max_prompt_tokens": "3", "max_completion_length": "8"}, "all 1 prompts are over the limit of 3 tokens"),
     ],
 )

@@ -373,7 +373,7 @@ def test_compiled_has_no_effect_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("given", ["compiled", "compiled=maybe", "fused=true", "compiled=true,lr=1"])
 def test_other_optim_args_are_refused(tmp_path: Path, given: str) -> None:
-    with pytest.raises(ValueError, match=f"optim_args is '{given}', but optim is adamw_split: set optim_args to"):
+    with pytest.raises(ValueError, match=f"`optim_args` is '{given}', which `optim: adamw_split` doesn't know: set"):
         optimizer_of(tiny.config(tmp_path, optim="adamw_split", optim_args=given), MODEL)
     assert optimizer_of(tiny.config(tmp_path, optim="adamw_torch", optim_args=given), MODEL) is None, (
         "transformers' own"

@@ -133,7 +133,7 @@ def test_its_slices_are_proved_to_be_read(tiny_model: Path, tmp_path: Path, monk
     [
         (f"{__name__}:GatherdWeights", r"has no attribute 'GatherdWeights'. Did you mean 'GatheredWeights'\?"),
         ("no.such.module:Way", r"weights 'no.such.module:Way': module 'no.such.module' can't be imported"),
-        (f"{__name__}:Incomplete", r"without the method describe: a weight sync must have the methods publish"),
+        (f"{__name__}:Incomplete", r"without the method `describe`: a weight sync must have the methods `publish`"),
     ],
 )
 def test_wrong_class_path_fails_before_the_build(path: str, said: str) -> None:

@@ -221,7 +221,7 @@ def test_another_dtype_is_copied_or_refused(tiny_model: Path, tmp_path, tried) -
         assert "copied, 20 parameters" in trainer.weights.describe()
         assert "the engine has it in bfloat16, the policy in float32" in trainer.weights.describe()
         assert trainer.weights.publish(0) == nbytes and trainer.weights.differing() == []
-        with pytest.raises(ValueError, match=r"weights is 'shared', but 20 of 20 .*bfloat16.* weights: auto"):
+        with pytest.raises(ValueError, match=r"`weights` is 'shared', but 20 of 20 .*bfloat16.* `weights: auto`"):
             weight_sync("shared", trainer.model, trainer.engine, untouched=True, device=torch.device("cpu"))
         trainer.model.resize_token_embeddings(300)
         with pytest.raises(ValueError, match=r"300 rows of embeddings, but the checkpoint that vLLM loaded has 258"):

@@ -172,7 +172,7 @@ def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, t
             "beside a LoRA vLLM permutes the experts' weights on this GPU (Kernel)" * bool(runs)
         )
         assert capsys.readouterr().out.count("merged copies") == bool(runs)
-    with pytest.raises(ValueError, match=r"weights is 'adapter', but beside a LoRA .* weights: auto to merge"):
+    with pytest.raises(ValueError, match=r"`weights` is 'adapter', but beside a LoRA .* `weights: auto` to merge"):
         monkeypatch.setattr(kernels, "why_no_slots", lambda on_cpu: "beside a LoRA no")
         check_choice("adapter", kernels.merged_beside_experts(policy, args).adapter)
 

@@ -273,8 +273,8 @@ def test_other_families_agree_with_their_sampler_too(family, tmp_path, probed, t
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        (None, r"weights is 'adapter', but the policy is trained without a LoRA adapter.*use_peft: true"),
-        (ALL_LINEAR | {"use_dora": True}, r"weights is 'adapter', but vLLM doesn't serve DoRA: set weights: auto"),
+        (None, r"`weights` is 'adapter', but the policy is trained without a LoRA adapter.*use_peft: true"),
+        (ALL_LINEAR | {"use_dora": True}, r"`weights` is 'adapter', but vLLM doesn't serve DoRA: set `weights: auto`"),
     ],
 )
 def test_impossible_choice_fails_before_the_build(tiny_model, tmp_path, lora, said) -> None:
