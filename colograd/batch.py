@@ -222,7 +222,7 @@ class SampledStep:
 # Not frozen: torch 2.11 recompiles a layer for each new field value of an argument that is a frozen dataclass.
 @dataclass(unsafe_hash=True, slots=True)
 class SegmentLayout:
-    """The segments (prompts and completions) of a packed row, and the earlier segments that each segment attends to.
+    """The segments (prompts, completions, or parts of them) of a packed row, and the earlier segments each attends to.
 
     Inside a segment attention is causal. Example: two completions attend to segment 0, the prompt:
 

@@ -230,7 +230,7 @@ class DistillationKnobs:
 
     @property
     def teachers(self) -> dict[str, str]:
-        """The teacher models by name. A single teacher has the empty name."""
+        """The teacher models by name. A teacher that is set without a name has the empty name."""
         models = self.teacher_model_name_or_path
         return {} if models is None else models if isinstance(models, dict) else {"": models}
 

@@ -162,7 +162,8 @@ class PromptRules:
         if tokens > self.max_prompt_tokens and self.overlong == "error":
             raise ValueError(
                 f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of {self.max_prompt_tokens}. "
-                "Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set `overlong_prompts: drop`."
+                "Shorten it, raise max_prompt_tokens or vllm_max_model_length, lower max_completion_length, or set "
+                "`overlong_prompts: drop`."
             )
         return tokens <= self.max_prompt_tokens
 
@@ -185,7 +186,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
         lengths = rules.reader.lengths(dataset, rules)
     kept = [row for row, tokens in enumerate(lengths) if rules.fits(tokens, "", row)]
     if not kept:
-        remedy = "raise max_prompt_tokens or vllm_max_model_length"
+        remedy = "raise max_prompt_tokens or vllm_max_model_length, or lower max_completion_length"
         limit = f"the limit of {rules.max_prompt_tokens} tokens"
         raise ValueError(f"{name}: all {len(dataset)} prompts are over {limit}: {remedy}.")
     token_ids = np.concatenate([encoded[row] for row in kept]) if rules.reader is None else None

@@ -29,8 +29,8 @@ def with_step_entropy(
 
     Args:
         entropies: function that computes a micro-batch's entropies by an additional forward. It is called only if
-            `top_entropy_quantile` < 1 and the step has several micro-batches on all ranks together, because the
-            threshold needs the entropies of all tokens.
+            `top_entropy_quantile` < 1 and all ranks together have more than one micro-batch, because the threshold
+            needs the entropies of all tokens.
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:

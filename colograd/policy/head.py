@@ -163,7 +163,7 @@ class Spread:
     """The loss's gradient through entropy and KL divergence, with respect to a tile of logits (n labels, c columns).
 
     The gradient is p (slope log p - constant - logq), with p = softmax(logits) and the fields `slope`, `constant` and
-    `logq`. The values in `more` are then added in K columns of each label.
+    `logq`. Then `more` adds its values in K columns of each label's row.
     """
 
     slope: torch.Tensor  # The factor `slope` of each label, (n,).

@@ -17,10 +17,10 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
         for group in groups:
             if not isinstance(group, Group):
                 rule = "`generate` must yield a colograd.batch.Group for each prompt"
-                raise ValueError(f"`generate` yielded {shown(group)}. {rule}.")
+                raise ValueError(f"The method `generate` yielded {shown(group)}. {rule}.")
             if group.position not in waiting:
                 rule = "must yield exactly one group for each of its prompts, with the prompt's position"
-                raise ValueError(f"`generate` yielded a group at position {group.position}, but {rule}.")
+                raise ValueError(f"The method `generate` yielded a group at position {group.position}, but {rule}.")
             waiting.remove(group.position)
             if problem := _problem_of(group.rollouts):
                 raise ValueError(f"`generate`, prompt {group.position}: {problem}")
@@ -31,7 +31,7 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
     if len(waiting) != left_out:
         rule = "must yield one group, with at least one completion, for each prompt"
         number = f"no group for {len(waiting) - left_out} of {len(prompts)} prompts"
-        raise ValueError(f"`generate` yielded {number} (first position: {min(waiting)}), but {rule}.")
+        raise ValueError(f"The method `generate` yielded {number} (first position: {min(waiting)}), but {rule}.")
 
 
 def _problem_of(rollouts: Sequence[Any]) -> str:
@@ -52,9 +52,11 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         rule = f"a tensor of shape [completions, reward functions] = {list(wanted)}, with NaN for no reward"
-        raise ValueError(f"`score` returned {shown(rewards)}, but must return {rule}.")
+        raise ValueError(f"The method `score` returned {shown(rewards)}, but must return {rule}.")
     if rewards.float().isinf().any():
-        raise ValueError("`score` returned an infinite reward. A reward must be finite, or NaN for no reward.")
+        raise ValueError(
+            "The method `score` returned an infinite reward. Rewards must be finite, or NaN for no reward."
+        )
     return rewards.float()
 
 
@@ -63,10 +65,10 @@ def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
         rule = f"a tensor with one entry per completion or per completion token: [{completions}] or [{tokens}]"
-        raise ValueError(f"`compute_advantages` returned {shown(advantages)}, but must return {rule}.")
+        raise ValueError(f"The method `compute_advantages` returned {shown(advantages)}, but must return {rule}.")
     if not advantages.float().isfinite().all():
         remedy = "Return 0 to leave a completion out of training. The trainer's method `combine` ignores NaN rewards."
-        raise ValueError(f"`compute_advantages` returned an advantage that isn't finite. {remedy}")
+        raise ValueError(f"The method `compute_advantages` returned an advantage that isn't finite. {remedy}")
     return advantages.float()
 
 

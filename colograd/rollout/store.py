@@ -80,9 +80,9 @@ class RolloutStore:
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the log for a run that resumes at ``step``. Return messages for the console.
 
-        Move rounds and evaluations from ``step`` on to another folder if they were recorded with other settings,
-        because this run's weights will differ. Exception: the round of ``step`` stays if no changed setting affects
-        its completions. Its groups are scored again if reward functions have changed.
+        Rounds and evaluations from ``step`` on that were recorded with other settings are moved aside, because this
+        run's weights will differ. Exception: the round of ``step`` stays if no changed setting affects its
+        completions. Its groups are scored again if reward functions have changed.
 
         Raises:
             JournalError: reward functions have changed, and ``rescore`` is False."""

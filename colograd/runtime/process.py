@@ -48,7 +48,11 @@ def is_verbose(argv: Sequence[str]) -> bool:
     recipe = ""
     with contextlib.suppress(ValueError, IndexError, OSError):  # The parser will report a bad command or recipe.
         recipe = file_or_shipped(Path(words[words.index("--config") + 1])).read_text(encoding="utf-8")
-    return "--verbose" in words or bool(re.search(r"^verbose:\s*(true|yes|on)\b", recipe, re.IGNORECASE | re.MULTILINE))
+    for word, value in reversed([*zip(argv, [*argv[1:], "--"], strict=False)]):
+        flag, equals, attached = word.partition("=")
+        if flag == "--verbose":
+            return (attached if equals else value).lower() not in ("false", "f", "no", "n", "off", "0")
+    return bool(re.search(r"^verbose:\s*(true|yes|on)\b", recipe, re.IGNORECASE | re.MULTILINE))
 
 
 def command_began() -> float | None:

@@ -151,7 +151,7 @@ class SharedParts(ShardingStrategy):
 
     @abstractmethod
     def _after_step(self) -> None:
-        """Drop the gradients, and gather the new weights if every rank keeps all weights. Called after each step."""
+        """Drop the gradients, and gather weights that this rank has but others updated. Called after each step."""
 
     def share(self, optimizer: Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}
@@ -277,9 +277,9 @@ class SharedGradients(SharedOptimizer):
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss has gradients for the same parameters on all ranks. Always True in this class.
+        """Return whether `backward` may sum buckets before its end. Always True in this class.
 
-        If a subclass returns False, `backward` sums all buckets at its end, in the same order on all ranks."""
+        A subclass returns False if ranks also exchange other data in the backward, in an order that may differ."""
         return True
 
     def _on_gradient(self, index: int) -> None:

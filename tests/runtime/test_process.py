@@ -265,6 +265,9 @@ def test_a_recipe_may_be_verbose(tmp_path) -> None:
         ["--config", str(recipe), "--verbose"]
     )
     assert not process.is_verbose(["--config", str(tmp_path / "none.yaml")]) and not process.is_verbose(["--config"])
+    assert process.is_verbose(["--verbose=true"]) and process.is_verbose(["--verbose", "--seed", "1"])
+    assert not process.is_verbose(["--verbose", "false"]) and not process.is_verbose(["--verbose=no"])
+    assert not process.is_verbose([])
 
 
 @pytest.mark.slow  # test_launch.py reads a run's output

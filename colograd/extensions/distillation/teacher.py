@@ -106,7 +106,7 @@ _outline = functools.lru_cache(maxsize=8)(outline)
 
 
 def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
-    """Return a configuration per teacher. A single teacher has the name ""."""
+    """Return a configuration per teacher. A teacher that is set without a name has the name ""."""
     configs = {name: copy.copy(config) if name else config for name in config.teachers}
     for name in filter(None, configs):
         configs[name].teacher_model_name_or_path = config.teachers[name]

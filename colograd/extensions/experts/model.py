@@ -59,9 +59,9 @@ class Experts(ModelFeature):
             )
 
     def on_read(self, model: Any) -> None:
-        """Freeze the parameters that are frozen in a newly made model, such as a router's correction biases.
+        """Freeze parameters again that the model's class creates frozen, such as a router's correction biases.
 
-        transformers makes these parameters trainable when it loads weights."""
+        transformers makes them trainable when it loads weights."""
         if not num_experts(model.config) or getattr(model.config, "quantization_config", None) is not None:
             return
         with torch.device("meta"):

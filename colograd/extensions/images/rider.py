@@ -69,7 +69,8 @@ class Images(Media):
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
         """Join the images of the prompt ``before`` and the images ``media`` of the tokens ``ids`` that follow it.
 
-        If ``before`` or ``ids`` has no images, `STAND_IN` replaces its placeholder tokens, so vLLM puts no image there.
+        In a part without images `STAND_IN` replaces placeholder tokens that were typed or sampled: vLLM would put an
+        image there.
         """
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]

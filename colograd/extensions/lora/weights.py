@@ -1,4 +1,4 @@
-"""Weight sync `adapter`: a publish writes a LoRA adapter into vLLM's slots. The first publish also writes the base.
+"""Weight sync `adapter`: a publish writes a LoRA adapter into vLLM's slots.
 
 For each part of a fused layer (q, k and v), vLLM has tensors A (slots, 1, rank, in) and B (slots, 1, out, rank). vLLM
 adds x A^T B^T to the part's output, where x is the layer's input. Unused elements of A and B are 0. The engine's B is

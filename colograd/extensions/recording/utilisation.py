@@ -84,7 +84,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Return a model's counts, or None for a mixture of experts, where a token uses only some matrices."""
+        """Count the elements of a model's matrices. None: a mixture of experts, whose tokens use only some."""
         base = unwrap(model)
         if num_experts(base.config):
             return None
