@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one training and return the exit status: 2 if `start` has printed an error and returned None."""
+    """Run one training. Return the process's exit status, which is 2 if `start` has printed an error."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         from colograd.config.parse import flags_help
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """Make the trainer for a command line. For bad input, print one line and return None (`verbose`: raise the error).
+    """Make the trainer for a command line. Print an error in one line and return None. With `verbose`, raise the error.
 
     ``kind``: class of the trainer, by default `GRPOTrainer`."""
     try:
@@ -106,7 +106,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def dataset_names(script: ScriptArguments) -> list[str]:
-    """Return the recipe's dataset names. For `colograd.rewards.gsm8k` without `dataset_kwargs`, add GSM8K's Hub id."""
+    """Return the recipe's dataset names, and GSM8K's Hub id for `colograd.rewards.gsm8k` without `dataset_kwargs`."""
     from colograd.rewards import gsm8k
 
     parts = script.datasets if isinstance(script.datasets, list) else []
@@ -142,7 +142,10 @@ def make_trainer(
         (names_of,) = registry.hooks("benchmark_names")
         names, test = names_of(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
-            raise ValueError(f"dataset_test_split {test!r} is also a benchmark in `exams`: rename the dataset's split.")
+            raise ValueError(
+                f"`dataset_test_split` is {test!r}, which is also a benchmark in `exams`: rename the dataset's split, "
+                "or remove the benchmark from `exams`."
+            )
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",

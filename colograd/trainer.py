@@ -250,8 +250,9 @@ class GRPOTrainer(TrainerBase):
         and ends the training. Resuming from the run's last step trains nothing.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder. ``"auto"`` resumes from the run's last complete checkpoint,
-                if there is one. False starts from the model. None: use the setting `resume_from_checkpoint`.
+            resume_from_checkpoint: a checkpoint's folder. ``"auto"`` or True: the run's last complete checkpoint. If
+                there is none, ``"auto"`` starts from the model, and True raises an error. False: start from the model.
+                None: use the setting `resume_from_checkpoint`.
         """
         watchdog.set_limit(self.args.rank_timeout)  # An earlier trainer may have set another `rank_timeout`.
         # A previous call of `train` may have failed in the middle of a step.

@@ -67,7 +67,7 @@ class Bucket:
                 self.places[Owned(name, piece, first, last)] = slice(begin, begin + last - first)
 
     def flat(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Concatenate one tensor per parameter into a tensor ``[part * ranks]``. None and padding become zeros."""
+        """Concatenate a tensor per parameter (None: zeros) into a tensor ``[part * ranks]``. Zeros pad its end."""
         if self.in_place and tensors[0] is not None and tensors[0].is_contiguous():
             return tensors[0].view(-1).to(self.parameters[0].device)
         flat = torch.zeros(self.part * self.ranks, dtype=dtype, device=self.parameters[0].device)
@@ -142,7 +142,7 @@ class WholeCopies(ShardingStrategy):
 
 
 class SharedParts(ShardingStrategy):
-    """Base class of strategies that divide the summed gradient and the optimizer state over the ranks of `among`."""
+    """Base class of strategies that divide the summed gradient and optimizer state over a group of ranks (`among`)."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -151,7 +151,7 @@ class SharedParts(ShardingStrategy):
 
     @abstractmethod
     def _after_step(self) -> None:
-        """Drop the gradients, and gather weights that this rank has but others updated. Called after each step."""
+        """Drop the gradients after an optimizer step. Gather weights that this rank keeps and other ranks updated."""
 
     def share(self, optimizer: Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}
@@ -279,7 +279,7 @@ class SharedGradients(SharedOptimizer):
     def _goes_alike(self, loss: torch.Tensor) -> bool:
         """Return whether `backward` may sum buckets before its end. Always True in this class.
 
-        A subclass returns False if ranks also exchange other data in the backward, in an order that may differ."""
+        A subclass returns False if ranks might run collectives in different orders, which would be a deadlock."""
         return True
 
     def _on_gradient(self, index: int) -> None:
@@ -294,7 +294,7 @@ class SharedGradients(SharedOptimizer):
             self._next += 1
 
     def sum_gradients(self) -> None:
-        """Set gradient sums to zeros in a step without a backward. Otherwise `backward` has summed all gradients."""
+        """Set the gradient sums to zeros if the step had no backward. Otherwise `backward` has set them."""
         for bucket in self.buckets:
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)
@@ -372,12 +372,12 @@ def find_strategy(path: str) -> type[ShardingStrategy]:
     way = find_object(path, "sharding", lambda value: isinstance(value, type))
     if not (isinstance(way, type) and issubclass(way, ShardingStrategy)):
         raise ValueError(
-            f"sharding is {path!r}, which isn't a class derived from colograd.sharding.ShardingStrategy: derive it "
+            f"`sharding` is {path!r}, which isn't a class derived from colograd.sharding.ShardingStrategy: derive it "
             "from ShardingStrategy, or from colograd.sharding.zero.WholeCopies to override only some methods."
         )
     if missing := sorted(way.__abstractmethods__):
         raise ValueError(
-            f"sharding is {path!r}, a class without the method {missing[0]}: define it, see "
+            f"`sharding` is {path!r}, a class without the method `{missing[0]}`: define it, see "
             "colograd/sharding/strategy.py."
         )
     return way
@@ -389,7 +389,7 @@ def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
         replaces = find_strategy(config.sharding).share is not ShardingStrategy.share
     if optimizer is not None and replaces:
         raise ValueError(
-            f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "
+            f"`sharding` is {config.sharding!r}, which can't use the optimizer passed to the trainer "
             f"({type(optimizer).__name__}): each rank's optimizer has slices of parameters. Remove the argument "
             "`optimizers` and set `optim`, or set `sharding: none`."
         )

@@ -324,7 +324,7 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
     """Return class and keyword arguments of the optimizer, or None if transformers chooses them.
 
-    A hook ``optimizer(args, model)`` may return a subclass of `AdamWSplit` and more keyword arguments, or None."""
+    Call hooks ``optimizer(args, model)`` until one returns a class to replace `AdamWSplit`, and keyword arguments."""
     if args.optim not in KEEPS_MASTER:
         return None
     choices: dict[str, bool | None] = {"": None, "compiled=true": True, "compiled=false": False}

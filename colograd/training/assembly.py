@@ -53,7 +53,7 @@ def assemble(
 
     If the run samples (``samples``), also build the engine and the weight sync.
 
-    Hooks ``context(config, policy, tokens)`` raise an error if the longest sequence has too many ``tokens``."""
+    Call hooks ``context(config, policy, tokens)``, which check ``tokens``, the maximum length of a sequence."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
@@ -201,7 +201,7 @@ def sampled_together(config: GRPOConfig) -> int:
 
 
 def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
-    """Return the most completions that this rank's vLLM engine samples at one time, in training or an evaluation."""
+    """Return the maximum number of completions that this rank's engine samples at one time, also in evaluations."""
     engines, each = config.layout.data_size, config.eval_generations()
     evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in prompts[1:])
     return max(sampled_together(config), *evaluated, 1)
@@ -216,8 +216,8 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
     """Install fused kernels and compile layers, if configured: in the policy, and in reference and teacher models that
     use the policy's kernels (`SecondModel.of_policy`). A collective.
 
-    A hook ``kernels(config)`` returns None or a function ``install(policy, models)``, which installs kernels and
-    returns a function that removes them. A hook ``uncompiled(model)`` excludes layers from compilation."""
+    Call hooks ``kernels(config)``: each returns None or a function ``install(policy, models)``, which installs kernels
+    and returns a function that removes them. Call hooks ``uncompiled(model)`` to exclude layers from compilation."""
     args, model = learner.config, learner.model
     models = (second.model for second in learner.second_models.values() if second.of_policy)
     others = [each for each in models if unwrap(each) is not unwrap(model)]
@@ -236,7 +236,7 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
 
 
 def prove_rows(learner: Learner, prompts: Sequence[ModelInput]) -> None:
-    """Compare log-probabilities of packed rows and of transformers' own forward. If they differ, choose padded rows.
+    """Check that packed rows give the log-probabilities of transformers' own forward. Otherwise choose padded rows.
 
     A collective call."""
     args, device, seconds = learner.config, learner.config.device, learner.second_models.values()

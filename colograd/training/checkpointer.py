@@ -1,7 +1,7 @@
 """`Checkpointer`: saves checkpoints during training, finds the checkpoint to resume from, and loads it.
 
-A save in the background copies the tensors into host memory. A thread then writes the copies to the disk (see
-`checkpoint.writing`) while the next steps train. At the end of each step, the ranks exchange the states of their saves.
+A background save copies the tensors into host memory. A thread then writes the copies to the disk while the next steps
+train (see `checkpoint.writing`). After each step, the ranks check together whether all threads have finished.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """End training at a stop signal, after a checkpoint if possible. When the `with` block ends, wait for saves."""
+        """At a stop signal, save a checkpoint if possible and end training. Wait for saves when the block ends."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
@@ -211,7 +211,7 @@ class Checkpointer(TrainerCallback):
             )
 
     def save(self) -> bool:
-        """Save a checkpoint of this step. Return whether it is written, or a thread is writing it. A collective."""
+        """Save this step's checkpoint. Return False if the save failed, was skipped or is postponed. A collective."""
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if trainer.learner.pending:
             self._is_due = True
@@ -248,7 +248,7 @@ class Checkpointer(TrainerCallback):
         return True
 
     def _reason_for_foreground(self) -> str:
-        """Return why training must wait for this checkpoint, or "". A collective call."""
+        """Return the reason why training must wait until this checkpoint is written, or "". A collective call."""
         trainer, optimizer = self.trainer, self.optimizer
         state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
         adapter_alone = hasattr(trainer.model, "peft_config")
@@ -348,7 +348,7 @@ class Checkpointer(TrainerCallback):
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Return a background save's buffers in host memory, by weight name; {} if there are none, e.g. in other saves.
+        """Return a background save's buffers in host memory, by weight name; {} if there are none.
 
         A caller may copy a weight into the buffer of that name. Then `write_tensors` doesn't copy the weight again."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
@@ -402,7 +402,7 @@ class Checkpointer(TrainerCallback):
         if failures >= most:
             raise RuntimeError(
                 f"The run ends, because {failures} checkpoints in a row couldn't be written (step {step}: "
-                f"{error}; save_failures: {most}). Remove the cause, e.g. free disk space, and resume from the last "
+                f"{error}; save_failures: {most}). Fix the cause (e.g. a full disk), and resume from the last "
                 "complete checkpoint with `resume_from_checkpoint: auto`."
             )
         self.trainer.console.warn(
@@ -424,7 +424,7 @@ class Checkpointer(TrainerCallback):
                 usual()
 
     def load_optimizer(self, checkpoint: str) -> None:
-        """Load optimizer and schedule. The checkpoint may have another number of ranks or another sharding strategy.
+        """Load optimizer and schedule. The checkpoint's run may have had another number of ranks or sharding strategy.
 
         Float32 weights and split master weights (see `adamw_split`) are converted into each other without loss."""
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)

@@ -143,8 +143,8 @@ def loss_pass(
 def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
     if not isinstance(output, LossOutput):
         raise ValueError(
-            f"compute_loss returned {shown(output)}. `compute_loss` must return a colograd.batch.LossOutput (loss, "
-            "sums, minima, maxima). `dataclasses.replace(super().compute_loss(...), loss=...)` keeps the metrics."
+            f"`compute_loss` returned {shown(output)}, but must return a colograd.batch.LossOutput (loss, sums, "
+            "minima, maxima). To keep the metrics, return `dataclasses.replace(super().compute_loss(...), loss=...)`."
         )
     loss: Any = output.loss
     if not isinstance(loss, torch.Tensor) or loss.shape != () or (differentiable and not loss.requires_grad):

@@ -228,7 +228,7 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return the first reader of images in dataset rows that a hook ``prompt_reader(policy)`` makes, or None."""
+    """Return the first object that hooks ``prompt_reader(policy)`` make to read a dataset's images, or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 

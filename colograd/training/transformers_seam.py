@@ -200,7 +200,7 @@ class SeamTrainer(Trainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Return transformers' tuple of training values, with ``max_steps`` raised to a multiple of `round_length`.
 
-        A run can't resume within a round (the optimizer steps from one generation to the next)."""
+        A round has the optimizer steps from one generation to the next. No run can resume in the middle of a round."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
@@ -335,8 +335,8 @@ class SeamTrainer(Trainer):
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(
                 f"`push_to_hub: true` needs a repository on the Hub, but creating {name!r} failed ({why}). "
-                "Get a connection and a token with write access (`hf auth login`, or HF_TOKEN). Or, to push later, set "
-                f"`push_to_hub: false`, and run `hf upload {name} {os.path.relpath(self.args.output_dir)}` then."
+                "Check the connection, and use a token with write access (`hf auth login`, or HF_TOKEN). Or set "
+                f"`push_to_hub: false`, and later run `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
             ) from None
 
     def create_model_card(

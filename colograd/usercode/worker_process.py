@@ -31,8 +31,8 @@ PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewa
 
 
 class CallLog:
-    """Values that a call of a reward function logs: the function gets `extra` as ``log_extra``, `metric` as
-    ``log_metric``."""
+    """Values that a call of a reward function logs. The function gets the methods `extra` and `metric` as its arguments
+    ``log_extra`` and ``log_metric``."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {}

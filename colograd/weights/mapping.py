@@ -302,7 +302,7 @@ def _chunks(target: torch.Tensor, sizes: Sequence[int], place: int, ranks: int, 
 
 
 def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> tuple[list[int], list[int]]:
-    """Return two lists with one number per fused part: rows on a rank, and ranks that hold these same rows."""
+    """Return two lists with one number per fused part: how many rows a rank has, how many ranks have the same rows."""
     rows = [part.shape[0] // ranks for part in parts]
     first, others = rows[0], sum(rows[1:])
     times = (target.shape[0] - first) // others if others else 1
@@ -340,8 +340,8 @@ def is_near(part: Slice) -> bool:
 
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
-    """Return ``slices`` with `Slice.rows` where vLLM reorders rows, e.g. queries, keys and values that a checkpoint
-    interleaves by head (BLOOM, GPT-NeoX). The order is inferred from values. A bias gets the order of its layer's
+    """Return ``slices``, with `Slice.rows` set where vLLM reorders rows, e.g. if a checkpoint interleaves queries, keys
+    and values by head (BLOOM, GPT-NeoX). The order is inferred from values. A bias gets the order of its layer's
     weight, because a bias of zeros shows no order."""
     config = policy.config.get_text_config()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)

@@ -172,8 +172,8 @@ def read_together(
 
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
-    """Estimate, per slice, how many nats the prompt's log-probability changes if random elements of the slice change
-    sign: the norm of value * derivative over its elements. Return {} if the gradients don't fit into memory."""
+    """Estimate, per slice, by how many nats the prompt's log-probability changes if random elements of the slice change
+    sign: the norm of value * derivative over the slice's elements. Return {} if the gradients don't fit into memory."""
     effects: dict[str, float] = {}
     parameters = {*policy.parameters()}
     slice_of = {part.source: part for part in slices if part.source in parameters}

@@ -182,8 +182,8 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create the weight sync of a policy, or of a LoRA policy's base. ``constant``: the engine has these weights
-    already and they never change, so skip the test that the engine reads them."""
+    """Create the weight sync of a policy, or of a LoRA policy's base. ``constant``: whether the engine has these
+    weights already and they never change. Then skip the test that the engine reads them."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))

@@ -392,7 +392,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "sharding an optimizer of one's own": (
         lambda _: check_sharding(config(sharding="gradients"), torch.optim.SGD([torch.zeros(1)])),
-        "sharding is 'gradients', which can't use the optimizer passed",
+        "`sharding` is 'gradients', which can't use the optimizer passed",
         "each rank's optimizer has slices of parameters",
         "set `optim`",
     ),

@@ -100,7 +100,7 @@ def test_a_loss_is_a_differentiable_scalar_with_its_metrics() -> None:
     loss = torch.zeros((), requires_grad=True)
     assert checked_loss(LossOutput(loss, {}, {}, {})).loss is loss
     assert checked_loss(LossOutput(loss.detach(), {}, {}, {}), differentiable=False)
-    with pytest.raises(ValueError, match=r"compute_loss returned a tensor of shape \[\]\. `compute_loss` must return"):
+    with pytest.raises(ValueError, match=r"`compute_loss` returned a tensor of shape \[\], but must return"):
         checked_loss(loss)
     for wrong, shown in (
         (loss.detach(), r"shape \[\] without a graph"),
