@@ -213,7 +213,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The groups that this rank sampled for one optimizer step, and the groups that the step trains."""
+    """This rank's groups: those sampled for one optimizer step (``sampled``), and those trained in it (``kept``)."""
 
     kept: tuple[ScoredGroup, ...]  # Groups that the step trains. The loss denominators count them.
     sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, trained or not. Metrics and logs count them.

@@ -219,7 +219,7 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few groups. If ``source`` isn't the engine, only the first rank of each engine returns groups."""
+    """Sample a few groups. If ``source`` isn't the engine, each engine's first rank returns groups, other ranks []."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples.refresh()
     steps = sorted({*logged, *samples.stored})
     if not steps:
-        raise ValueError(f"{options.run} holds no completions: train with log_completions: true.")
+        raise ValueError(f"{options.run} holds no completions: train with `log_completions: true`.")
     if options.step not in (None, *steps):
         raise ValueError(f"step {options.step} isn't in the log of {options.run}: choose one of {_ranges(steps)}.")
     if options.step is not None:
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     which = f"step{'s' * (len(steps) > 1)} {_ranges(steps)}"
     if not found:
         raise ValueError(
-            f"none of the {total} completions of {which} matches --group and --grep: choose another step or text, or "
-            f"one of the groups {_ranges(sorted(groups))}."
+            f"none of the {total} completions of {which} passes the filters --group and --grep: choose another --step, "
+            f"--grep or --group (one of {_ranges(sorted(groups))})."
         )
     names = list(dict.fromkeys(name for _, rewards in found for name in rewards))
     rows = [replace(row, rewards=tuple(rewards.get(name, math.nan) for name in names)) for row, rewards in found]

@@ -200,7 +200,7 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
 
 
 def check_file_system(run_dir: str | Path) -> None:
-    """Raise a ValueError if folders can't be renamed or files changed in ``run_dir``, e.g. on a mounted bucket."""
+    """Raise a ValueError if ``run_dir``'s file system can't rename folders or change files, e.g. a mounted bucket."""
     trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
     renamed = trial.with_name(f"{trial.name}-renamed")
     need = "folders can't be made or renamed"

@@ -88,7 +88,8 @@ def find_resume(
     if damaged:
         raise ValueError(
             f"resume_from_checkpoint is {text.lower()}, but all checkpoints are damaged ({run_dir!r}, steps "
-            f"{', '.join(map(str, sorted(damaged)))}). Restore a checkpoint from a copy, or set a new `output_dir`."
+            f"{', '.join(map(str, sorted(damaged)))}). Restore a checkpoint from a copy, or set "
+            "`resume_from_checkpoint: false` to start anew."
         )
     if text.lower() == "true":
         on_nodes = f" that all {len(folders)} nodes have (steps per node: {folders})" if len(folders) > 1 else ""

@@ -39,10 +39,10 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must have ended. None: no known limit. ``now`` is in seconds since 1970.
 
-    The smaller of two limits counts: the time to the Slurm job's end, and ``stop_within``. Without ``stop_within`` the
-    second limit after a SIGTERM (``name``) under torchrun is torchrun's time from SIGTERM to SIGKILL: the environment
-    variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT, by default `TORCHRUN_GRACE`. A job can't read torchrun's
-    ``--shutdown-timeout``, nor the time from SIGTERM to SIGKILL of Slurm or Kubernetes."""
+    The smaller of two limits counts: the time to the Slurm job's end, and ``stop_within``. If ``stop_within`` is None,
+    and the signal ``name`` is a SIGTERM under torchrun, the second limit is torchrun's time from SIGTERM to SIGKILL.
+    This time is the environment variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT, by default `TORCHRUN_GRACE`. A job can't read
+    torchrun's ``--shutdown-timeout``, nor the time from SIGTERM to SIGKILL of Slurm or Kubernetes."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() and float(end) > now else []
     if stop_within is not None:
@@ -63,8 +63,8 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first stop signal, so that the trainer can write a checkpoint before it stops. Enforces the deadline.
 
-    Ctrl-C raises KeyboardInterrupt if this process has received a stop signal before. SIGTERM (or another of ``names``)
-    ends the process at once if it comes more than `REPEATED` seconds after the first of these signals.
+    Ctrl-C raises KeyboardInterrupt if this process has received a stop signal before. A signal in ``names`` ends the
+    process at once if the first signal in ``names`` on any rank came more than `REPEATED` seconds earlier.
 
     ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds from a signal to the deadline (None: not set).
     ``status``: exit status of the process after a stop."""
@@ -94,9 +94,9 @@ class StopSignal:
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
-        """Install and return a `StopSignal` for the time outside of training. A signal then ends all ranks at once.
+        """Install and return a `StopSignal` for the time outside of training.
 
-        Ctrl-C, and signals that the user's script handles, keep their handlers."""
+        A signal in ``names`` then ends all ranks at once, unless the user's script handles it. Ctrl-C isn't changed."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {

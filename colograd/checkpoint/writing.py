@@ -270,8 +270,8 @@ class Writer:
         while not self._store.check([key]):  # `get` would lock the store, which the training thread also uses
             until = started + time_limit().total_seconds()
             if time.monotonic() > min(until, self._deadline):
-                reason = "this rank ends by an error" if self._deadline < until else "ddp_timeout has passed"
-                raise RuntimeError(f"rank {of} hasn't reported that its files are written: {reason}")
+                reason = "this rank ends by an error" if self._deadline < until else "`ddp_timeout` has passed"
+                raise RuntimeError(f"rank {of} hasn't reported the end of its part of the save: {reason}")
             time.sleep(POLL)
         return json.loads(self._store.get(key))
 

@@ -69,7 +69,7 @@ class EngineKnobs(TrainingArguments):
         if self.world_size != launched:
             raise ValueError(
                 f"{launched} ranks were launched (WORLD_SIZE), but only {self.world_size} would train together: make "
-                "the GRPOConfig in a process that `torchrun` or `accelerate launch` started."
+                "the GRPOConfig in a process that `torchrun` or `accelerate launch` started, or unset WORLD_SIZE."
             )
         per_engine, per_node = self.vllm_tensor_parallel_size, process.local_world_size()
         together = f"must divide the ranks per machine ({per_node}, LOCAL_WORLD_SIZE), as an engine is on one machine"

@@ -389,7 +389,7 @@ def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
         [f"part-{n}.safetensors", "trainer_state.json"] for n in range(2)
     ]
     assert leader["apart"] == ["", ""] and leader["seconds alone"] < writing.ALONE + 5
-    assert "rank 1 hasn't reported that its files are written: this rank ends by an error" in leader["alone"]
+    assert "rank 1 hasn't reported the end of its part of the save: this rank ends by an error" in leader["alone"]
 
 
 def test_library_file_has_the_same_tensors(tmp_path: Path) -> None:

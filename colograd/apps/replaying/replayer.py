@@ -75,8 +75,9 @@ class ReplayStore(RolloutStore):
             raise JournalError(
                 f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: the "
                 f"replay would begin at {origin}, but the round of {steps_named(step + 1, step + args.round_length)} "
-                f"{is_there} in {self.folder}. That folder holds {recorded}. Name recorded steps. `journal: keep` "
-                "records all rounds of a run; a lower save_steps or a higher save_total_limit keeps more checkpoints."
+                f"{is_there} in {self.folder}. That folder holds {recorded}. Choose `--step` and `--to` so that every "
+                "round from the checkpoint before `--step` to `--to` is recorded. `journal: keep` records all rounds "
+                "of a run. A lower `save_steps` writes more checkpoints, a higher `save_total_limit` keeps more."
             )
 
     def lacks(self, problem: str) -> None:
@@ -87,7 +88,7 @@ class ReplayStore(RolloutStore):
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Only warn if weights other than the replay's sampled the groups: a replay may train with other settings."""
+        """Only warn if the weights differ from those that sampled the groups: a replay may use other settings."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:
@@ -102,7 +103,7 @@ class ReplayStore(RolloutStore):
 
 
 def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """Read each step's loss and gradient norm from a round's folder. Of several lines for a step the first counts."""
+    """Return each step's loss and gradient norm, from a round's folder. If a step has several lines, use the first."""
     figures_of = dict[int, dict[str, float]]()
     for step, entry in steps_in(folder / FIGURES, MOST_FIGURE_BYTES):
         try:
@@ -129,9 +130,9 @@ class ReplaySampler(Sampler):
         if prompts:
             positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
             raise ValueError(
-                f"{len(prompts)} group(s) of the round from step {self.hooks.state.global_step} aren't recorded "
-                f"(first positions in the stream of prompts: {positions}), and a replay has no engine to sample them: "
-                "name steps with recorded groups."
+                f"{len(prompts)} group(s) of the round after step {self.hooks.state.global_step} aren't recorded (the "
+                f"first are at positions {positions} of the stream of prompts), and a replay has no engine to sample "
+                "them: choose `--step` and `--to` in rounds whose groups are recorded."
             )
         yield from ()
 

@@ -79,7 +79,7 @@ def read_run(folder: str | Path) -> RecordedRun:
     if not (run.starts or run.steps.rows or run.evaluations.rows or run.samples.steps):
         raise ValueError(
             f"{folder} holds nothing to report: no _report/events.jsonl, no trainer_state.json (in the folder or "
-            "a checkpoint) and no completions. Give the output_dir of a run that was trained with report: true."
+            "a checkpoint) and no completions. Give the output_dir of a run that was trained with `report: true`."
         )
     return run
 
@@ -262,7 +262,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield the last step, the first, the steps in ``first``, then every 2**n-th step, for smaller and smaller n."""
+    """Yield each step once: the last, the earliest, those in ``first``, then e.g. every 8th, every 4th, and so on."""
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     order += [step for power in range(len(rest).bit_length(), -1, -1) for step in rest[:: 2**power]]

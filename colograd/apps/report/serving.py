@@ -50,7 +50,9 @@ def watch(argv: Sequence[str] | None = None) -> int:
     try:
         server = Server(options.run, options.host, options.port)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"can't listen at {options.host}:{options.port} ({error}): try --port 0.") from error
+        raise ValueError(
+            f"can't listen at {options.host}:{options.port} ({error}): choose another --port (0: a free one) or --host."
+        ) from error
     where = f"[{options.host}]" if ":" in options.host else options.host
     print(f"http://{where}:{server.server_port}/  shows {options.run}; Ctrl-C ends it", flush=True)
     if not options.run.exists():
