@@ -54,12 +54,12 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
     """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages.
 
     Args:
-        rewards: NaN gets the advantage 0. If fewer than two rewards aren't NaN, all advantages are 0.
+        rewards: the rewards r. NaN gets the advantage 0. If fewer than two rewards aren't NaN, all advantages are 0.
         scale: "group": (r - mean) / (std + 1e-4), GRPO (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1). "mean":
             (r - mean) / mean for a positive mean (MaxRL, arXiv 2602.02710). Others: r - mean (Dr. GRPO, arXiv
             2503.20783).
-        baseline: "leave_one_out" compares r with the mean of the n - 1 other rewards (RLOO, arXiv 2402.14740), which
-            multiplies r - mean by n / (n - 1).
+        baseline: "leave_one_out" subtracts the mean of the group's other rewards from r (RLOO, arXiv 2402.14740). For
+            n rewards that aren't NaN, the difference is (r - mean) * n / (n - 1).
     """
     exact = rewards.double()  # In float64 the mean of equal float32 rewards is exact: their advantages are exactly 0.
     judged = ~exact.isnan()

@@ -58,8 +58,8 @@ def known(difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
 
 
 def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torch.Tensor:
-    """Convert the tokens' log-ratios (N,) to the log-ratios (N,) that ``mode`` bounds: the same in token modes, the
-    completion's sum in sequence modes, or the mean over the completion's tokens in the loss in geometric modes."""
+    """Convert the tokens' log-ratios (N,) to the log-ratios (N,) that ``mode`` bounds. Token modes: the same values.
+    Sequence modes: the completion's sum. Geometric modes: the mean over the completion's tokens in the loss."""
     if mode.startswith("geometric"):
         difference = difference * sequence_mean_weights(batch)
     elif not mode.startswith("sequence"):

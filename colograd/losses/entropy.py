@@ -53,7 +53,8 @@ class EntropyController(TrainerCallback):
     """Callback with the entropy bonus's coefficient: constant, or adapted (Skywork-OR1, arXiv 2505.22312).
 
     With `use_adaptive_entropy` a mean entropy above ``entropy_target`` lowers the coefficient, and the next step has no
-    bonus. Any other mean entropy raises the coefficient. Checkpoints store an adapted coefficient."""
+    bonus. Any other mean entropy raises the coefficient. Changes stop at `entropy_coef_min` and `entropy_coef_max`.
+    Checkpoints store an adapted coefficient."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config

@@ -100,7 +100,7 @@ class DPPOLoss(TokenLoss):
 
     w = pi / sampler, or pi / pi_old without the sampler correction. No gradient flows through w. If A > 0, a token has
     no gradient if its probability rose by more than ``epsilon_high``. If A <= 0, a token has no gradient if its
-    probability fell by more than ``epsilon``. The paper uses 0.15 for both bounds, its code 20 for ``delta``."""
+    probability fell by more than ``epsilon``. The paper uses 0.15 for both bounds. If ``delta`` is None, 20 is used."""
 
     corrects: ClassVar[bool] = True
 
@@ -144,9 +144,9 @@ class SAPOLoss(OverCompletions):
 class VESPOLoss(TokenLoss):
     """A Gamma-shaped weight of the whole completion (VESPO, arXiv 2602.10693): -phi(w) * A * log pi.
 
-    phi(w) = e^lambda w^k e^(-lambda w), without gradient. k and lambda are ``vespo_k_pos`` and ``vespo_lambda_pos`` if
-    A >= 0, else ``vespo_k_neg`` and ``vespo_lambda_neg``. w is the product of the ratios pi / pi_old and of the sampler
-    corrections of all the completion's tokens in the loss."""
+    phi(w) = w^k * exp(lambda - lambda * w), without gradient. k and lambda are ``vespo_k_pos`` and ``vespo_lambda_pos``
+    if A >= 0, else ``vespo_k_neg`` and ``vespo_lambda_neg``. w is the product of (pi / pi_old) * sampler correction
+    over the completion's tokens in the loss."""
 
     corrects: ClassVar[bool] = True
 

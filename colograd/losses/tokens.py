@@ -45,8 +45,8 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 def completion_mean(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Return for each token the mean of ``values`` over its completion's tokens in the loss: (N,) -> (N,).
 
-    The gradient of token t's result goes only to the value of token t, so tokens may have different advantages
-    (GSPO-token, arXiv 2507.18071, eq. 14)."""
+    In the backward, a token's result passes its gradient only to the same token's value. So a completion's tokens may
+    have different advantages (GSPO-token, arXiv 2507.18071, eq. 14)."""
     mean = per_sequence_sum(values.detach() * sequence_mean_weights(batch), batch)[batch.sequence]
     return mean + (values - values.detach())
 
@@ -134,8 +134,8 @@ class OverCompletions(TokenLoss):
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's clip metrics: the shares of tokens clipped by the lower bound, the upper bound and either; the
-    smallest share that the lower bound clips in a completion, and the largest that the upper bound clips.
+    """Compute TRL's clip metrics: the shares of tokens that the lower bound, the upper bound and either bound clip;
+    the smallest share of a completion that the lower bound clips, and the largest share that the upper bound clips.
 
     Args:
         below: (N,) bool, tokens below the lower bound.
@@ -157,7 +157,7 @@ def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tup
 class ClippedLoss(TokenLoss):
     """The clipped surrogate loss of PPO and GRPO: -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A).
 
-    ``delta`` bounds the first ratio (two-sided clipping, INTELLECT-2, arXiv 2505.07291). None means no bound."""
+    ``delta`` is None or an upper bound of ratio in ratio * A (two-sided clipping, INTELLECT-2, arXiv 2505.07291)."""
 
     epsilon: float
     epsilon_high: float

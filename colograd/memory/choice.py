@@ -64,9 +64,9 @@ def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
 
 
 def auto(run: RunDescription) -> str:
-    """Return the least sharded strategy that fits. If the plan chooses the KV cache's size, an ample cache must fit.
+    """Return the least sharded strategy that fits, or if none fits, the strategy that leaves most room.
 
-    If no strategy fits, return the one that leaves most room.
+    If the plan chooses the KV cache's size, the longest micro-batches and an ample cache must fit.
     """
     if run.devices.ranks == 1:
         return run.strategies[0]

@@ -388,7 +388,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda tmp: check_reference(SimpleNamespace(), SimpleNamespace(sync_ref_model=True, cuts_weights=True)),
         "sync_ref_model is true and sharding is 'fsdp'",
         "can't mix an FSDP-sharded policy into the reference",
-        "set sharding: gradients, or sync_ref_model: false",
+        "set `sharding: gradients` or `sync_ref_model: false`",
     ),
     "sharding an optimizer of one's own": (
         lambda _: check_sharding(config(sharding="gradients"), torch.optim.SGD([torch.zeros(1)])),

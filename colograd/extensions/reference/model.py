@@ -33,7 +33,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
 
     Args:
         offload: whether the copy's weights are in host memory while the copy doesn't compute.
-        follows: description for the log of how the policy is mixed into the copy. "": the copy stays constant.
+        follows: text for the log that says how the policy is mixed into the copy. "": the copy stays constant.
         place: device to make the copy on if ``offload`` is false. None: the device that the copy computes on.
     """
 
@@ -123,8 +123,8 @@ def check_reference(policy: Policy, config: GRPOConfig, samples: bool = True) ->
     if config.sync_ref_model and policy.adapter is not None:
         raise ValueError(
             "sync_ref_model is true, but the policy trains an adapter. The reference is the policy without the "
-            "adapter, or with the adapter's initial values: there is no second model to mix. Set sync_ref_model: "
-            "false, or train the whole model."
+            "adapter, or with the adapter's initial values: there is no second model to mix. Set "
+            "`sync_ref_model: false`, or train the whole model."
         )
     return policy
 

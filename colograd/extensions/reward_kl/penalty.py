@@ -2,8 +2,8 @@
 
     r - beta * sum over the completion's sampled tokens of k(log pi, log reference)
 
-k estimates KL(pi, reference model) at one token. As in verl (`use_kl_in_reward`), the group's mean and deviation are
-computed from these rewards. log pi is the sampler's log-probability, as in verl's bypass mode.
+k estimates KL(pi, reference model) at one token. As in verl (`use_kl_in_reward`), the group's mean and standard
+deviation are computed from the changed rewards. log pi is the sampler's log-probability, as in verl's bypass mode.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
         )
     if config.scale_rewards.startswith("batch") or config.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
-            f"{name}, but scale_rewards ({config.scale_rewards}) and multi_objective_aggregation "
-            f"({config.multi_objective_aggregation}) divide advantages by the standard deviation of the whole step's "
-            "rewards, which don't include the penalty: set scale_rewards to group, mean or none, and "
-            "multi_objective_aggregation to sum_then_normalize."
+            f"{name}, scale_rewards is {config.scale_rewards}, and multi_objective_aggregation is "
+            f"{config.multi_objective_aggregation}. The scales `batch` and `batch_centered`, and "
+            "`normalize_then_sum`, divide advantages by a standard deviation of rewards without the penalty. Set "
+            "scale_rewards to group, mean or none, and multi_objective_aggregation to sum_then_normalize."
         )
     return RewardPenalty(config.kl_in_reward, config.kl_in_reward_estimator)

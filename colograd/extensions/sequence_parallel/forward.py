@@ -2,7 +2,7 @@
 
 Before attention the ranks exchange queries, keys and values, so that each rank has all tokens for some of the heads.
 After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank computes the same
-loss from all labels (target tokens), and backpropagates it through its own labels' values only.
+loss from the values of all labels (target tokens). A rank's backward uses only the values of the rank's own labels.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class PromptStream(torch.utils.data.IterableDataset):
     def first(self, count: int) -> list[Prompt]:
         if not (rows := list(itertools.islice(self._pass(0, counts=False), count))):
             raise ValueError(
-                f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add "
-                "prompts, or raise max_prompt_tokens."
+                f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add shorter "
+                "prompts, raise max_prompt_tokens or vllm_max_model_length, or lower max_completion_length."
             )
         return [Prompt(row, ModelInput(ids), n) for n, (row, ids) in enumerate(rows)]
 

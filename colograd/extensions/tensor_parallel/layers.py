@@ -41,7 +41,7 @@ class VocabularyPart:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Combine the ranks' statistics of their vocabulary shards into the statistics of the whole vocabulary. For
         each label (target token), ``maximum`` is the largest logit m in the shard. ``sums`` are the label's own logit
-        (0 if another shard has it), and the sums of (x - m) * e^(x - m) and of e^(x - m) over the shard's logits x."""
+        (0 if another shard has it), and the sums over the shard's logits x of (x - m) * exp(x - m) and exp(x - m)."""
         label_logit, moment, total = sums
         largest = self.group.max_(maximum.clone())
         fall = maximum - largest
@@ -52,8 +52,8 @@ class VocabularyPart:
 
 
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Make the backward sum a module's input gradients over ranks. Pre-forward hook of attention, convolutions, MLPs
-    and experts. Routing weights are inputs of experts, so each rank gets the router's whole gradient."""
+    """Sum over ranks, in the backward, the loss's gradients with respect to a module's inputs. Pre-forward hook of
+    attention, convolutions, MLPs and experts. Routing weights are experts' inputs, so a router gets whole gradients."""
 
     def entered(value: Any) -> Any:
         return enter(value, group) if isinstance(value, torch.Tensor) else value

@@ -23,8 +23,8 @@ class InEngineLayout(ModelFeature):
         if model_config.model_type not in CUT:
             raise ValueError(
                 f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models that this "
-                f"version can divide like vLLM ({', '.join(CUT)}): set sharding: gradients, or set sharding: fsdp if "
-                "the policy doesn't fit one rank's memory."
+                f"version can divide like vLLM ({', '.join(CUT)}): set sharding: gradients. If the policy doesn't fit "
+                "one rank's memory and has no adapter, set sharding: fsdp."
             )
         dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
         if dropout and not config.disable_dropout:

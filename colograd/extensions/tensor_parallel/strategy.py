@@ -57,7 +57,7 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
             (map_adapter,), (adapter_weights,) = hooks("map_adapter"), hooks("adapter_weights")
             sync = adapter_weights(policy, engine, map_adapter(policy, engine, lora_shards), base)
         except Unserved as unserved:
-            raise ValueError(f"sharding is 'tensor', but {unserved}: set sharding: gradients.") from None
+            raise ValueError(f"{unserved}. `sharding: tensor` can't merge adapters: set sharding: gradients.") from None
     if not pairing.equal:
         proof.check_same(policy, engine)
     return sync
@@ -189,7 +189,7 @@ class TensorParallel(TensorStrategy, WholeCopies):
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: Write = save_file
     ) -> bool:
-        """Write the optimizer state of this rank's part if ``keep`` is true on a rank of its engine. A collective."""
+        """Write this rank's optimizer state if ``keep`` is true on any rank of this rank's engine. A collective."""
         engine = self.cut.engine
         keeps = gather(keep)
         if any(keeps[rank] for rank in engine.ranks):

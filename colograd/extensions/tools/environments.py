@@ -40,7 +40,7 @@ def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class EnvironmentThread:
-    """One environment's thread, because a database connection or browser may work only in the thread that opened it.
+    """A thread for one environment. A database connection or browser may work only in the thread that opened it.
     The thread is a daemon, so that a stuck method can't hold up the end of the process."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Environments:
         return environment
 
     def has_room(self, group: int) -> bool:
-        """Return whether one more environment may be lent. At most max(limit, group size) are lent at once."""
+        """Return whether fewer than max(limit, group size) environments are lent and not stuck, or limit is None."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
     def end_scoring(self, groups: Sequence[Group]) -> None:

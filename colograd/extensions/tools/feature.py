@@ -50,7 +50,7 @@ class ToolFeature(SourceFeature):
             workers, timeout = config.tool_workers, config.tool_timeout
             return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))
         if names := config.main_thread_tools:
-            raise ValueError(f"main_thread_tools is {names}, but there are neither tools nor environments: remove it.")
+            raise ValueError(f"main_thread_tools is {names}, but there is no tool or environment: remove the setting.")
         return None
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:

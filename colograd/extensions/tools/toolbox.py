@@ -117,7 +117,7 @@ class Toolbox:
         self._main_thread = {*(main_thread or ())}
         if unable := [name for name in main_thread or () if name not in able]:
             raise ValueError(
-                f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
+                f"`main_thread_tools` has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
                 f"this run ({', '.join(able) or 'there are none'}): correct the name, or leave main_thread_tools out."
             )
         self._warned: set[tuple[str, str]] = set()  # (kind of failure, tool) of each warning so far.
@@ -292,7 +292,7 @@ class Toolbox:
         key = row.get("environment")
         if key not in self.factories:
             raise ValueError(
-                f"a row's column `environment` is {key!r}, but environment_factory has "
+                f"a row's column `environment` is {key!r}, but `environment_factory` has "
                 f"{', '.join(map(str, self.factories))}: each row must name one of these environments."
             )
         return key

@@ -123,7 +123,7 @@ def test_a_run_with_it_has_a_reference(tmp_path: Path) -> None:
     [
         ({"kl_in_reward": -1.0}, "kl_in_reward is -1, but must be at least 0"),
         ({"kl_in_reward": 0.1, "kl_in_reward_estimator": "k4"}, "'k4', but must be one of k1, k2, k3"),
-        ({"kl_in_reward": 0.1, "scale_rewards": "batch"}, "set scale_rewards: group, mean or none"),
+        ({"kl_in_reward": 0.1, "scale_rewards": "batch"}, "Set scale_rewards to group, mean or none"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:

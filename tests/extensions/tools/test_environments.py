@@ -414,7 +414,7 @@ def test_a_factory_that_is_declared_has_the_main_thread_and_another_raises() -> 
 def test_a_name_that_can_not_have_the_main_thread_is_refused(named: str) -> None:
     """The name is unknown, the tool is async, or the tool is a method of an environment."""
     tools = [tool_cases.add, tool_cases.waits]
-    said = f"main_thread_tools has '{named}', but .* .add, game, Counter.: correct .* or leave main_thread_tools out"
+    said = f"`main_thread_tools` has '{named}', but .* .add, game, Counter.: correct .* or leave main_thread_tools out"
     with pytest.raises(ValueError, match=said):
         Toolbox(tools, {"game": Counter}, main_thread=["add", named])
 
@@ -546,7 +546,7 @@ def test_rows_choose_among_environments() -> None:
     assert answers(box, asked, row={"environment": "silent"}) == ["so!"], "async methods too"
     assert answers(box, asked, row={"environment": "counter"}) == ["{'error': 'Tool ask not found.'}"]
     assert [c.__name__ for c in box.reward_classes] == ["Counter"]
-    with pytest.raises(ValueError, match="column `environment` is 'game', but environment_factory has counter, silent"):
+    with pytest.raises(ValueError, match="`environment` is 'game', but `environment_factory` has counter, silent"):
         box.schemas({"environment": "game"})
 
 
