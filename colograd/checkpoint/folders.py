@@ -99,9 +99,10 @@ def rotate(
     ordered = [folder for folder in checkpoints if step_of(folder) not in damaged]
     if newest is not None:
         ordered.sort(key=lambda folder: step_of(folder) <= newest)
-    keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
+    kept = None if best is None else Path(best).resolve()
+    keep = max(limit, 2) if kept is not None and ordered and kept != ordered[-1].resolve() else limit
     for folder in ordered[:-keep]:
-        if best is None or folder.resolve() != Path(best).resolve():
+        if folder.resolve() != kept:
             discard(folder)
 
 

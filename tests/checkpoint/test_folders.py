@@ -131,6 +131,8 @@ def test_rotation_keeps_best_checkpoint_for_any_path_spelling(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     rotate(tmp_path, 2, "./checkpoint-1")
     assert {"checkpoint-1", "checkpoint-4"} <= set(names(tmp_path))
+    rotate(tmp_path, 1, "./checkpoint-4")
+    assert names(tmp_path) == ["checkpoint-4"]
 
 
 def test_rotation_deletes_later_steps_first(tmp_path: Path) -> None:
