@@ -48,7 +48,7 @@ class Shape:
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
-        """Read the sizes from a transformers configuration. Missing sizes of heads and MLPs are derived as in GPT-2."""
+        """Read the sizes from a transformers configuration. Defaults: head size hidden / heads, MLP size 4 * hidden."""
 
         def size(name: str, default: int) -> int:
             return size_of(model_config, name) or default
@@ -76,9 +76,9 @@ class Shape:
         return replace(self, **parts, keys=max(self.keys // ranks, self.head))
 
     def on_row_ranks(self, ranks: int) -> Shape:
-        """Return the sizes on one of ``ranks`` ranks that divide the tokens of each row (sequence parallelism).
+        """Return the sizes per token of a rank's share, if ``ranks`` ranks divide each row (sequence parallelism).
 
-        If the heads can't be divided equally, the sizes include copies of key-value heads, and padding heads.
+        If ``ranks`` doesn't divide the number of query or key-value heads, the sizes include copied or filler heads.
         """
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
@@ -148,7 +148,7 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     An RMSNorm keeps its input in float32, the normalised input, and the norm's output. Fused attention keeps the
     keys, the values, and three tensors of the queries' size. Attention that copies keys keeps ``copied`` more keys
     and values per token. Most MLPs keep gate, activated gate, up and product. In a mixture of experts, each expert
-    that a token goes through also keeps the expert's input and output.
+    that a token goes through also keeps the expert's input and output. Soft-capped scores aren't included.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -202,8 +202,8 @@ def activation_bytes(
       `Trained.on_way` for transfers to the host. No transfer has started yet, so these bytes are subtracted.
     - Last layer: all layers' activations, the last layer's recomputed activations and gradients, and the gradient of a
       tied head's weight.
-    - Embedding: the gradient of its output, and the gradient of its weight in the weight's dtype and in float32. For
-      tied weights: the gradients from head and embedding, and their sum, in float32.
+    - Embedding: the gradients with respect to its output, and to its weight in the weight's dtype and in float32. A
+      tied weight has three float32 gradients: from the head, from the embedding, and their sum.
 
     tests/policy/test_fake_gpu.py counts these bytes on fake CUDA tensors.
     """

@@ -25,10 +25,10 @@ STEP = 256  # A measured token budget is a multiple of STEP.
 
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
-    """Return (tokens, peak bytes) of the largest micro-batch that needs at most ``limit`` bytes.
+    """Return (tokens, estimated peak bytes) of the largest micro-batch within ``largest`` tokens and ``limit`` bytes.
 
-    ``peak(tokens)`` trains on a row of that length and returns its peak bytes, or inf if memory ran out. Bytes of other
-    row lengths are estimated by a line through the last two measurements.
+    ``peak(tokens)`` trains on a row of ``tokens`` tokens and returns the peak bytes, or inf if memory ran out. Bytes of
+    other row lengths are estimated by a line through the last two measurements.
     """
     # The first line goes through the origin, so that it rather overestimates than underestimates bytes per token.
     x, y, slope, most = 0, 0.0, 0.0, largest
@@ -53,7 +53,8 @@ def measure(
     train: Callable[[PackedRow], None], clean: Callable[[], None], shape: tuple[int, int, int], rules: PackingRules,
     pending_bytes: int, ranks_per_sequence: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return (tokens, peak bytes) of the largest micro-batch that fits every rank's GPU. All ranks must call this.
+    """Return (tokens, estimated peak bytes) of the largest micro-batch that fits in the fraction `SHARE` of free memory
+    on every rank's GPU. All ranks must call this.
 
     Args:
         train: runs forward and backward of one micro-batch.
@@ -110,7 +111,8 @@ def back_off(
     """Halve the token budget after any rank ran out of memory. All ranks must call this.
 
     Return the new rules, and ``batches`` packed by these rules. Memory ran out in one of the first ``among`` batches.
-    The new budget is at most half these batches' longest row. If no row can be split, the error quotes ``reason``.
+    The new budget is at most half these batches' longest row. If every row of these batches has a single
+    completion, raise an error that quotes ``reason``.
     """
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
@@ -125,7 +127,7 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Return ``batch`` with its groups packed into new rows, none of which is trained yet. Per-token values, e.g.
+    """Return ``batch`` with its groups packed into new rows, which all count as untrained. Per-token values, e.g.
     `old_logprobs`, are copied to the new rows if every old row has them."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):

@@ -38,10 +38,11 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
         dist.init_process_group(backend, store=store, rank=place, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
         raise RuntimeError(
-            f"Not all {os.environ['WORLD_SIZE']} ranks joined at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')} within {limit.total_seconds():,.0f} s (ddp_timeout). Look for errors "
-            "in the other ranks' output. If ranks can't reach each other, check MASTER_ADDR, and set "
-            f"GLOO_SOCKET_IFNAME to the network interface between the nodes. ({error})"
+            f"The {os.environ['WORLD_SIZE']} ranks can't join at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')} (time limit: `ddp_timeout`, {limit.total_seconds():,.0f} s). If the port "
+            "is in use, set a different MASTER_PORT. Look for errors in the other ranks' output. If ranks can't reach "
+            "each other, check MASTER_ADDR, and set GLOO_SOCKET_IFNAME to the network interface between the nodes. "
+            f"({error})"
         ) from error
 
 
@@ -154,5 +155,5 @@ def _has_gloo() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _gloo_group(group: Any) -> Any:
-    """Create a gloo group of all ranks in the first call, which is a collective. Later calls return this group."""
+    """Return a gloo group of all ranks, made in the first call (a collective). ``group``: the default process group."""
     return dist.new_group(backend="gloo", timeout=time_limit())

@@ -118,7 +118,7 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Return whether all ranks of the group call `meets` within ``seconds``, and have run equally many collectives.
+        """Return whether all ranks call `meets` within ``seconds``, with equal numbers of all-reduces and all-to-alls.
 
         If the numbers differ, NCCL would pair collectives that don't belong together."""
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
@@ -155,10 +155,11 @@ class RankGroup:
 def group_of(
     layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
 ) -> RankGroup:
-    """Return this rank's group. ``ranks_of(layout)`` returns the ranks in the group of a layout's rank. A collective.
+    """Return the group of the ranks ``ranks_of(layout)``, which include this rank. A collective.
 
-    ``meets``: create a gloo group for the methods `meets` and `gather`. ``exchanges``: create a group of the default
-    backend for tensors. Without ``exchanges``, set ``meets``: tensors then use the gloo group."""
+    ``ranks_of`` is also called with the other ranks' layouts, to make their groups. ``meets``: create a gloo group for
+    the methods `meets` and `gather`. ``exchanges``: create a group of the default backend for tensors. Without
+    ``exchanges``, set ``meets``: tensors then use the gloo group."""
     world = range(layout.world_size)
     layouts = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in layouts)

@@ -73,7 +73,7 @@ def packed_attention(
         options |= {"scaling": scaling, "dropout": dropout}
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
     if query.shape[0] != 1:
-        raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
+        raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass input ids of shape (1, tokens).")
     sliding_window: int | None = options.get("sliding_window")
     runs: ImageRuns | None = options.get("both_ways")
     if sliding_window is not None:

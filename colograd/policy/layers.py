@@ -65,7 +65,7 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """Turn on training mode and gradients, if the layers are compiled and have no dropout.
+    """Turn on training mode and gradients, if the layers are compiled and the model has no dropout.
 
     A check of the model in this context compiles the graphs that training needs. In evaluation mode, the check would
     compile other graphs. No parameter may have a gradient yet, because torch can't trace a gradient that isn't in its

@@ -242,8 +242,8 @@ def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
         )
     if is_adapted(model) and peft_config is not None:
         raise ValueError(
-            "The model is a PeftModel and peft_config is given too, but only one adapter is trained: give one of the "
-            "two. To train a new adapter on a trained adapter, first merge_and_unload() the model and save the result."
+            "The model is a PeftModel and peft_config is set, but only one adapter is trained. Remove peft_config to "
+            "train this adapter. For a new one, save the result of `merge_and_unload()` and pass its folder as `model`."
         )
     if not is_adapted(model) and hasattr(model, "peft_config"):
         raise ValueError(
@@ -318,5 +318,5 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return {parameter: bytes after quantisation} for the parameters of an `outline` that ``settings`` quantise."""
+    """Return {parameter: bytes after quantisation} for the parameters that ``settings`` quantise in an `outline`."""
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

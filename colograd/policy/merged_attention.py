@@ -38,8 +38,8 @@ class Call:
 
 
 class MergedAttention(torch.autograd.Function):
-    """Attention (T, heads, D) of one packed row: query (T, heads, D), sinks (heads,). The first of ``calls`` must have
-    all queries of the row, in order."""
+    """Attention of one packed row of T tokens with head size D: query and output (T, heads, D), sinks (heads,). The
+    first of ``calls`` must have all queries of the row, in order."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ def _taken(call: Call, *row: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _merge(
     out: torch.Tensor, whole: torch.Tensor, places: slice | torch.Tensor, found: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Merge a call's output ``found`` (Q, heads, D) and log-sum-exp ``lse`` (Q, heads) into ``out`` and ``whole``."""
+    """Merge Q queries' output ``found`` (Q, heads, D) and log-sum-exp ``lse`` (Q, heads) into ``out`` and ``whole``."""
     before = _at(whole, places)
     together = torch.logaddexp(before, lse)
     merged = found * (lse - together).exp_().unsqueeze(-1)
@@ -108,7 +108,7 @@ def _merge(
 
 
 def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
-    """Return a call's output (Q, heads, D) and the log-sum-exp of its scores (Q, heads), float32."""
+    """Return the output (Q, heads, D) of a call with Q queries, and the log-sum-exp of its scores (Q, heads)."""
     if call.sequences is None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         options = {"attn_mask": call.mask, "scale": scale}
@@ -171,7 +171,7 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
-    """Return one list of calls per index d, in which each segment s attends to ``attends_to[s][d]`` (if it exists)."""
+    """Return a list of calls for each index d. In list d, segment s attends to ``layout.attends_to[s][d]``, if any."""
     calls = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]

@@ -39,7 +39,7 @@ class SecondModel(ABC):
     def describe(self) -> str: ...
 
     def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
-        """Return a callback that updates this model while the policy trains."""
+        """Return a callback that updates this model while the policy trains, or None if the model stays fixed."""
         return None
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:  # noqa: B027

@@ -15,7 +15,7 @@ def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return ``tensor`` unchanged. The backward sums the tensor's gradient over the ranks of ``group``.
+    """Return ``tensor`` unchanged. The backward sums its incoming gradient over the ranks of ``group``.
 
     A rank alone has only a part of the gradient, because the rank computes with its shard of the weights.
     """
@@ -26,7 +26,7 @@ def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 def leave(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return the sum of ``tensor`` over the ranks of ``group``. The backward passes the sum's gradient on unchanged."""
+    """Return the sum of ``tensor`` over the ranks of ``group``. The backward passes the incoming gradient on."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.sum_(total.detach())
     return total

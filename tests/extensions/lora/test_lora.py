@@ -255,7 +255,7 @@ def test_a_peft_model_is_taken_as_it_is_and_no_second_adapter_beside_it(tiny_mod
     model, args = adapted(tiny_model), tiny.config(tmp_path, model_init_kwargs=None)
     found = load_policy(model, None, args)
     assert found.model is model and found.path == str(tiny_model) and not found.untouched
-    with pytest.raises(ValueError, match=r"is a PeftModel and peft_config is given too.*one of the two"):
+    with pytest.raises(ValueError, match=r"is a PeftModel and peft_config is set.*Remove peft_config"):
         load_policy(model, None, args, peft.LoraConfig())
     own = load(tiny_model)
     own.add_adapter(peft.LoraConfig(target_modules="all-linear"))
