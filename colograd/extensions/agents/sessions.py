@@ -110,8 +110,8 @@ class Agent:
         if unknown := [name for name in required if name not in ARGUMENTS]:
             name, names = getattr(program, "__name__", program), ", ".join(ARGUMENTS)
             raise ValueError(
-                f"agent {name!r} needs {unknown[0]!r}, but gets only {names}: rename the parameter, or give it a "
-                "default (the dataset's columns are in `row`)."
+                f"agent {name!r} has a parameter {unknown[0]!r}, but is called only with {names}: rename the "
+                "parameter, or give it a default (the dataset's columns are in `row`)."
             )
         return cls(getattr(program, "__name__", type(program).__name__), program)
 

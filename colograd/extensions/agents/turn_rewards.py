@@ -88,7 +88,7 @@ def with_turn_rewards(
         weights: weight by name of a reward function.
 
     Returns:
-        [sum C], one advantage per completion token. If no answer has a reward, or a session failed: ``advantages`` [G].
+        [all completion tokens], one advantage each. If no answer has a reward, or a session failed: ``advantages``.
     """
     of_sessions: list[list[float]] = []  # Per session: one total per answer, or an empty list.
     for rollout in group.rollouts:

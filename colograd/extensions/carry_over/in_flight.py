@@ -216,7 +216,7 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
                 return None
             groups.append(group_of(record.content, prompt).group)
             if groups[-1].rollouts[0].input != prompt.input:
-                raise JournalError(f"the dataset has other prompt tokens at position {prompt.position}")
+                raise JournalError(f"the dataset has other prompt tokens at position {prompt.position} than the file")
         return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
     except NONSENSE as error:
         raise JournalError(

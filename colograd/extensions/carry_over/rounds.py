@@ -43,7 +43,7 @@ class CarryOverFeature(SourceFeature):
         if name := next((name for name, value in others.items() if value), None):
             raise ValueError(
                 f"carry_over is {config.carry_over}, but can't be combined with {name}. A completion can pause "
-                f"only if the engine writes all its tokens and the prompt has only text: remove carry_over, or {name}."
+                f"only if the engine writes all of it and the prompt has only text: remove carry_over, or {name}."
             )
         return cls()
 

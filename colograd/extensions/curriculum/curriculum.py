@@ -1,4 +1,4 @@
-"""The curriculum: chooses each round's prompts by the results of earlier rounds. All ranks record the same results."""
+"""The curriculum: chooses prompts by pass rates of earlier rounds and by columns. All ranks record the same rates."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class CurriculumOrder(StepOrder):
         self.rounds = int(state.get("rounds", 0))
         if state and state.get("rows") != self.num_rows:
             raise ValueError(
-                f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
-                f"dataset has {self.num_rows}: use the same dataset, or set ignore_data_skip: true to start anew."
+                f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the dataset "
+                f"has {self.num_rows}: use the same dataset, or set ignore_data_skip: true to drop the old pass rates."
             )
         self.drawn = np.zeros(self.num_rows, dtype=np.int32)
         self.last = np.full(self.num_rows, -1, dtype=np.int32)
@@ -180,7 +180,7 @@ def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
         raise ValueError(f"curriculum: {problem}: {remedy}.")
     if absent := [name for name in names if name not in set(values)]:
         present = f"the column {curriculum.column!r} has only {listed(sorted({*values}))}"
-        raise ValueError(f"curriculum: `shares` names {absent[0]!r}, but {present}: remove the share.")
+        raise ValueError(f"curriculum: `shares` has the pool {absent[0]!r}, but {present}: remove the share.")
     return np.array([names.index(value) for value in values])
 
 

@@ -67,7 +67,7 @@ class Curriculum:
     def of(cls, given: Mapping[str, Any]) -> Curriculum:
         known, found = [field.name for field in fields(cls)], dict(given)
         if unknown := [key for key in given if key not in known]:
-            raise ValueError(f"curriculum has the key {unknown[0]!r}, but the keys are {', '.join(known)}: {EXAMPLE}.")
+            raise ValueError(f"curriculum: {unknown[0]!r} isn't one of the keys {', '.join(known)}, as in {EXAMPLE}.")
         for name in ("pass_threshold", "solved_at", "revisit_after"):
             value = found.get(name, 0.0)
             is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

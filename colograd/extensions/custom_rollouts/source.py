@@ -89,7 +89,7 @@ class CustomRollouts:
             return
         if any(prompt.input.media is not None for prompt in prompts):
             remedy = "set it to a class with `generate` (docs/architecture.md, Add a rollout source), or remove it"
-            raise ValueError(f"rollout_func is a function, which gets prompts without their images: {remedy}.")
+            raise ValueError(f"rollout_func is a function, which is called without the prompts' images: {remedy}.")
         asked = [own_copy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
         rollouts = iter(self._rollouts(self.function(asked), len(asked), version))
         for prompt in prompts:

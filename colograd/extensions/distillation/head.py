@@ -1,7 +1,7 @@
 """Reverse KL divergence KL(policy || teacher) per label (target token), computed one vocabulary tile at a time.
 
-The policy's head calls methods of `TeacherLogits` (`distillation_kl: exact`) or `TeacherTop` (`top_k`). Its forward
-calls `sums`, then `gaps` (and `add`) per tile of logits, then `result`. Its backward calls `spread` per tile."""
+The policy's head calls methods of `TeacherLogits` (`distillation_kl: exact`) or `TeacherTop` (`top_k`). The head's
+forward calls `sums`, then `gaps` (and `add`) per tile, then `result`. The backward calls `spread` per tile."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TeacherHead:
 class TeacherLogits:
     """Tiles of the teacher's logits y, and running sums of KL(policy || teacher) for the policy's logits x.
 
-    The divergence is E_policy[x - y] - log sum e^x + log sum e^y."""
+    The divergence is the policy's expectation of x - y, minus log sum e^x, plus log sum e^y (sums over tokens)."""
 
     states: torch.Tensor  # (N, hidden)
     weight: torch.Tensor
@@ -86,7 +86,7 @@ class TeacherLogits:
         return self.read(row, vocabulary).neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Multiply the running sum `gap` by ``decay``, then add ``power`` * ``gaps`` summed over a tile's tokens."""
+        """Multiply `gap` by ``decay``, then add e^(x - max x) (``power``) times ``gaps``, summed over a tile."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,10 +99,10 @@ class TeacherLogits:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return the loss's gradient through entropy and divergence, with respect to the logits of a tile (``place``).
+        """Return the loss's gradient through entropy and divergence with respect to the policy's logits in ``place``.
 
-        ``first``: the part through the entropy (None: 0). ``gradient``: the loss's gradient with respect to the
-        divergence, (n,). ``saved``: rows of the tensors that `result` returned."""
+        ``place``: a tile. ``first``: the part through the entropy (None: 0). ``gradient``: the loss's gradient with
+        respect to the divergence, (n,). ``saved``: rows of the tensors that `result` returned."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
@@ -134,7 +134,7 @@ class TeacherTop:
         return self
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each top token's column in a tile (0 if outside), and a mask of those in the tile, (n, K) each."""
+        """Return each top token's column in a tile (0 if outside), and whether the tile has the token, (n, K) each."""
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside

@@ -50,7 +50,7 @@ def check_teacher_column(prompts: Any, args: GRPOConfig) -> None:
     known = ", ".join(args.teachers)
     if not isinstance(prompts, PromptDataset) or TEACHER not in columns_of(prompts.dataset):
         raise ValueError(
-            f"teacher_model_name_or_path names several teachers ({known}), but the dataset "
+            f"teacher_model_name_or_path maps names to teachers ({known}), but the dataset "
             f"{'is a stream' if not isinstance(prompts, PromptDataset) else f'has no column {TEACHER!r}'}: give a "
             f"dataset with a column {TEACHER!r} that names each prompt's teacher, or is empty for a prompt without one."
         )

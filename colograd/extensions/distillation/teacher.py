@@ -137,8 +137,8 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
         if config.cuts_weights and (is_packed or source.adapter) and not config.offload_teacher:
             what = "quantised" if is_packed else "an adapter on its base"
             raise ValueError(
-                f"The teacher {source.name!r} is {what}, but sharding: fsdp can't divide such a teacher. Set sharding: "
-                "gradients, or choose a teacher without quantisation and adapter."
+                f"The teacher {source.name!r} is {what}, but `sharding: fsdp` divides only teachers without "
+                "quantisation and adapter. Set sharding: gradients, or choose another teacher."
             )
     return policy
 
@@ -150,7 +150,7 @@ def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> No
         if most is not None and tokens > most:
             raise ValueError(
                 f"A prompt with its completion may have {tokens:,} tokens, but teacher {source.name!r} reads "
-                f"at most {most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
+                f"at most {most:,} (max_position_embeddings): set vllm_max_model_length to {most} or less."
             )
 
 

@@ -32,8 +32,8 @@ def dynamic_round(trainer: Any) -> DynamicRound | None:
 class DynamicRound(PlainRound):
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) for all optimizer steps of a round together.
 
-    Steps take groups with a nonzero advantage in the order of sampling. A group may be trained in a different step than
-    the one that it was sampled for."""
+    Steps take the groups that have a nonzero advantage, in the order of sampling. A group may be trained in a different
+    step than the one that it was sampled for."""
 
     def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
         super().__init__(times, one_call)

@@ -164,7 +164,8 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
             "a filled cache. A task of your own is a YAML file: give its path."
         ) from error
     meant = f" Did you mean {', '.join(near)}?" if near else ""
-    raise ValueError(f"lm-evaluation-harness has no task {name!r}, and no folder of --include-path has one.{meant}")
+    places = "lm-evaluation-harness, or in a folder of `colograd eval --include-path`"
+    raise ValueError(f"There is no task {name!r} in {places}.{meant}")
 
 
 def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask:
@@ -183,7 +184,7 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
         )
     template = has_template and generates if rules.template is None else rules.template
     if template and not has_template:
-        raise ValueError("The model has no chat template: give --chat-template false, or chat_template_path.")
+        raise ValueError("The model has no chat template: leave out --chat-template, or set --chat_template_path.")
 
     def chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
@@ -255,7 +256,7 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
 def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:
     if unknown := [key for key in kwargs if key not in (*NO_SAMPLING, *SHAPING)]:
         raise ValueError(
-            f"The task {name!r} sets generation_kwargs: {unknown[0]}, which isn't supported: leave the task out."
+            f"The task {name!r} has the unsupported key {unknown[0]!r} in generation_kwargs: leave the task out."
         )
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
     tokens = own if rules.max_tokens is None else min(own, rules.max_tokens) if rules.limits else rules.max_tokens
@@ -283,5 +284,5 @@ def stops(kwargs: dict[str, Any]) -> list[str]:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the chat template has ``</think>``. Then stop strings apply only to text behind the reasoning."""
+    """Return whether the chat template has ``</think>``. If so, stop strings apply only behind the reasoning."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

@@ -1,7 +1,7 @@
-"""Results of benchmarks: the harness's metrics, 95 % intervals over questions, pass@k and lengths, as table and JSON.
+"""Results of benchmarks, as table and JSON: lengths, the harness's metrics, accuracy and pass@k with 95 % intervals.
 
 Intervals are the normal approximation mean ± 1.96 s / sqrt(n) over n questions (arXiv 2411.00640, sections 2.1 and
-2.2). A question's value is the mean over its completions, which aren't independent."""
+2.2). A question's accuracy is the mean over its completions, which aren't independent."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
     judges = {f"{each.text}: {task.name}": Judge(task.task) for each in benchmarks for task in each.tasks}
     pool = WorkerPool("benchmarks", judges, min(MOST_WORKERS, process.cpu_threads()), CHECK_SECONDS)
     if lost := [name for name in judges if name not in pool]:
-        raise ValueError(f"Leave out {lost[0]}. Its checks can't run in a worker process: {pool.reasons[lost[0]]}.")
+        reason = pool.reasons[lost[0]]
+        raise ValueError(f"The checks of {lost[0]} can't run in a worker process ({reason}): leave the task out.")
     return pool
 
 
@@ -131,7 +132,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
 
 
 def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Return each continuation's log-probability, and whether greedy decoding gives it. ``parts``: see `Request`."""
+    """Return (log-probability, whether greedy decoding gives the continuation) per pair (context, continuation)."""
     names = [engine.submit([*context, *target], SCORED, seed=0) for context, target in parts]
     ended: dict[str, list[Sampled]] = {}
     while len(ended) < len(names):

@@ -49,7 +49,7 @@ def names_of(texts: Sequence[str]) -> Mapping[str, str]:
         name = re.split(r"[\[@]", text)[0]  # A renamed task keeps its former name in metrics: `eval_math500_accuracy`.
         name = Path(name).stem if name.endswith(YAML) else name
         if name in names:
-            raise ValueError(f"The task {name!r} is named twice: name each task once.")
+            raise ValueError(f"The task {name!r} is named twice: name each task once, and each YAML file differently.")
         names[name] = text
     return names
 

@@ -64,7 +64,7 @@ def routing_of(
 def statistics(
     tokens: torch.Tensor, loads: torch.Tensor, probabilities: torch.Tensor, entropy: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the routing statistics of a packed row, each (), from sums over its tokens in L layers of E experts.
+    """Return the routing statistics of a packed row as scalars, from sums over tokens in L layers of E experts.
 
     ``routing/balance_loss`` is E times the sum over experts of (fraction of tokens) times (mean probability), from
     Switch Transformer, arXiv 2101.03961, equations 4 to 6. All layers are pooled, as in transformers'

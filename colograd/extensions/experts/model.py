@@ -27,7 +27,7 @@ class Experts(ModelFeature):
         kind = text.model_type
         if not num_experts(wanted.model_config):
             if config.router_replay:
-                raise ValueError(f"router_replay is true, but the model has no experts ({kind}): set it to false.")
+                raise ValueError(f"The model has no experts ({kind}): set router_replay: false.")
             return
         self.check_split(wanted.model_config, config.vllm_tensor_parallel_size)
         if config.router_replay and kind not in SHARES:
@@ -49,7 +49,7 @@ class Experts(ModelFeature):
         if ranks > 1 and (kind in WHOLE or kind not in TRIED):
             raise ValueError(
                 f"vllm_tensor_parallel_size is {ranks}, but {kind} is a mixture of experts that this version "
-                "can't split over the ranks of an engine: set it to 1, so that each rank has a whole engine."
+                "can't split over the ranks of an engine: set vllm_tensor_parallel_size: 1 (an engine per rank)."
             )
         size = int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
         if size % ranks:

@@ -126,11 +126,11 @@ def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> 
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():
-            raise ValueError(f"sharding: fsdp cuts parameters into rows, but {name} is a single number. {remedy}")
+            raise ValueError(f"`sharding: fsdp` cuts parameters into rows, but {name} is a single number. {remedy}")
     for block in decoder:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
             raise ValueError(
-                f"A {type(block).__name__} mixes the dtypes {' and '.join(sorted(dtypes))}, but sharding: fsdp sums "
+                f"A {type(block).__name__} mixes the dtypes {' and '.join(sorted(dtypes))}, but `sharding: fsdp` sums "
                 f"the gradients of a block in one exchange, with one dtype. {remedy}"
             )

@@ -57,8 +57,9 @@ class Judge:
     def check_settings(self) -> None:
         if not (self.address or os.environ.get(ADDRESS)) or not (self.model or os.environ.get(MODEL)):
             raise ValueError(
-                f"the reward `judge` needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1) "
-                f"and {MODEL}, or name your own colograd.rewards.judge.Judge(address=..., model=...) by import path."
+                "the reward `judge` needs an address and a model: set the environment variables "
+                f"{ADDRESS} (such as http://localhost:8000/v1) and {MODEL}, or add to reward_funcs the import path of "
+                "your own `colograd.rewards.judge.Judge(address=..., model=...)`."
             )
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"the judge's scale is {self.scale}, but the first number must be below the second.")

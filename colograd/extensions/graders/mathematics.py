@@ -50,8 +50,8 @@ def reasoning_accuracy_reward(
     """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
 
     Args:
-        reasoning_delimiters: texts that end the reasoning, by default ``</think>``. Only the first text of the list
-            that the completion contains is used. The reasoning ends at its last occurrence."""
+        reasoning_delimiters: texts that end the reasoning, by default ``</think>``. If the completion contains several,
+            the first in the list counts. The reasoning ends at this text's last occurrence."""
     answers: list[str | None] = []
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
@@ -77,7 +77,7 @@ def math_answer_reward(
 
 
 def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text``. Unfinished reasoning (None), a crash or a time-out counts as a wrong answer."""
+    """Judge the answer in ``text``. Unfinished reasoning (None), a dead process or a time-out counts as wrong."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
     if text is None:

@@ -36,7 +36,7 @@ def another(base_url: str, api_key: str) -> float:
 @pytest.mark.parametrize(
     ("agent", "tools", "replay", "said"),
     [
-        (lambda base_url, question: 1.0, None, False, "needs 'question', but gets only base_url, api_key, model, row"),
+        (lambda base_url, question: 1.0, None, False, "has a parameter 'question', but is called only with base_url"),
         ("", None, False, "`agent` is empty"),
         (3, None, False, "must be a function, its import path, or a command line"),
         ("tests_that_are_not:there", None, False, "tests_that_are_not"),

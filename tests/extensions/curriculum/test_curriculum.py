@@ -150,7 +150,7 @@ def test_schedules_are_linear_between_their_points() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"solved": 1}, "has the key 'solved', but the keys are pass_threshold, solved_at"),
+        ({"solved": 1}, "'solved' isn't one of the keys pass_threshold, solved_at"),
         ({"solved_at": 2.0}, r"`solved_at` \(a pass rate\) is 2.0, but must be above 0 and at most 1"),
         ({"solved_at": "much"}, "must be a finite number"),
         (

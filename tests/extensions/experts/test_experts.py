@@ -299,10 +299,10 @@ def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model_config", "ranks", "said"),
     [
-        (GptOssConfig(), 2, r"vllm_tensor_parallel_size is 2, but gpt_oss is a mixture .*set it to 1"),
+        (GptOssConfig(), 2, r"vllm_tensor_parallel_size is 2, but gpt_oss is a mixture .*parallel_size: 1 "),
         (MixtralConfig(intermediate_size=99), 2, r"for mixtral it must divide .* which is 99: choose"),
         (MixtralConfig(router_jitter_noise=0.1), 1, r"router_jitter_noise 0.1: .* model_init_kwargs: {router_jitter"),
-        (JetMoeConfig(), 2, r"vllm_tensor_parallel_size is 2, but jetmoe is a mixture .*set it to 1"),
+        (JetMoeConfig(), 2, r"vllm_tensor_parallel_size is 2, but jetmoe is a mixture .*parallel_size: 1 "),
     ],
     ids=["tensor parallel", "a size", "noise", "another family in parts"],
 )

@@ -245,7 +245,7 @@ def test_a_conversation_has_the_experts_of_its_last_turn_and_of_tokens_behind_it
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (hf.LlamaConfig(), r"router_replay is true, but the model has no experts \(llama\): set it to false"),
+        (hf.LlamaConfig(), r"The model has no experts \(llama\): set router_replay: false"),
         (hf.Qwen3MoeConfig(), ""),
     ],
 )

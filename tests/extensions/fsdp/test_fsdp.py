@@ -133,6 +133,6 @@ def test_scalars_and_mixed_dtypes_are_refused() -> None:
     model = llama()
     model.model.layers[1].mlp.bfloat16()
     with pytest.raises(
-        ValueError, match=r"LlamaDecoderLayer mixes the dtypes bfloat16 and float32, but sharding: fsdp"
+        ValueError, match=r"LlamaDecoderLayer mixes the dtypes bfloat16 and float32, but `sharding: fsdp`"
     ):
         check_blocks(model, decoder_layers(model))

@@ -107,7 +107,7 @@ def test_a_spent_budget_abstains(server: Server, tmp_path: Path, monkeypatch: py
 
 
 def test_the_judge_is_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="the reward `judge` needs an address and a model: set COLOGRAD_JUDGE_ADDRESS"):
+    with pytest.raises(ValueError, match="the reward `judge` needs an address and a model: set the environment"):
         resolve_rewards(["judge"], None)
     monkeypatch.setenv("COLOGRAD_JUDGE_ADDRESS", "http://localhost:8000/v1")
     monkeypatch.setenv("COLOGRAD_JUDGE_MODEL", "m")

@@ -101,8 +101,8 @@ class Drafts(EngineFeature):
             return
         if not isinstance(rejection_sampler, RejectionSampler):
             raise ValueError(
-                "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
-                "tokens depend on the drafts: set VLLM_USE_V2_MODEL_RUNNER=0, or remove speculative_config."
+                "vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where tokens depend "
+                "on the drafts: set the environment variable VLLM_USE_V2_MODEL_RUNNER=0, or remove speculative_config."
             )
         if runner.device.type == "cpu" and runner.model_config.is_hybrid:
             raise ValueError(

@@ -112,7 +112,7 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
-    """Return the policy. Set its adapter's `why_merged` if the run's engine can't use the adapter next to experts."""
+    """Return the policy, with `why_merged` set in its adapter if the engine can't use the adapter next to experts."""
     adapter = policy.adapter
     if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
         return policy

@@ -45,7 +45,7 @@ class RouterLog(EngineFeature):
             return {"enable_prefix_caching": False}
         if arguments.get("enable_prefix_caching") is False:
             raise ValueError(
-                "router_replay is true and vllm_engine_kwargs sets enable_prefix_caching: false, but vLLM's Model "
+                "router_replay is true and vllm_engine_kwargs has `enable_prefix_caching: false`, but vLLM's Model "
                 "Runner V2 stores the experts by blocks of the prefix cache: remove one of the two settings."
             )
         if not accepted(TELLS_EXPERTS):
