@@ -58,7 +58,7 @@ class Slot:
 
 
 class AdapterWeights(PlannedSync):
-    """Weight sync of a PeftModel's adapter. ``base``: weight sync of the frozen base. It writes only once."""
+    """Weight sync of a PeftModel's adapter. ``base``: weight sync of the frozen base. Its `write` is called once."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base

@@ -79,7 +79,7 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 def merged(
     calls: Sequence[tuple[str, float, float, int]], most: int = MOST_CALLS
 ) -> list[tuple[str, float, float, int]]:
-    """Sort calls by start. More than ``most``: keep the first ``most`` names, and merge successive calls of a name."""
+    """Sort calls by start. If over ``most``: keep the first ``most`` names, and merge successive calls of a name."""
     of_names: dict[str, list[tuple[str, float, float, int]]] = {}
     for call in sorted(calls, key=lambda call: call[1]):
         of_names.setdefault(call[0], []).append(call)
