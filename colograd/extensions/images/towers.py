@@ -165,7 +165,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 class _Beside(torch.autograd.Function):
-    """Identity of ``first`` that gives ``others`` (image features) zero gradients, so that the tower's backward runs."""
+    """Identity of ``first`` that gives ``others`` (image features) zero gradients, so the tower's backward runs."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
