@@ -275,8 +275,8 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
         places = [*images]
     if len(places) != len(images):
         raise Unreadable(
-            f'{where}: found {len(places)} place(s) for images in the prompt ({{"type": "image"}} parts), and '
-            f"{len(images)} image(s) in the row: give as many images as parts."
+            f'{where}: the prompt has {len(places)} {{"type": "image"}} part(s) without an image, but the '
+            f"columns `images` and `image` have {len(images)} image(s): give as many images as such parts."
         )
     waiting, messages, pictures = iter(images), [], []
     for message, content in zip(prompt, contents, strict=True):

@@ -77,7 +77,7 @@ class Images(ModelFeature):
                 "base model."
             ) from None
         if not hasattr(found, "image_processor"):
-            raise ValueError(f"{path!r} has a tokenizer, but no image processor: pass a processor as processing_class.")
+            raise ValueError(f"{path!r} has no image processor: copy the base model's, or pass a processing_class.")
         return found
 
     def why_rows_stay_whole(self, model: Any) -> str:

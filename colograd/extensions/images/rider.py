@@ -69,8 +69,8 @@ class Images(Media):
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
         """Join the images of the prompt ``before`` and the images ``media`` of the tokens ``ids`` that follow it.
 
-        In a part without images `STAND_IN` replaces placeholder tokens that were typed or sampled: vLLM would put an
-        image there.
+        If ``before`` or ``ids`` has no images, `STAND_IN` replaces placeholder tokens in it, because vLLM would put an
+        image in the place of each.
         """
         turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
         both = [part for part, _ in turns if isinstance(part, Images)]
@@ -105,7 +105,7 @@ class Images(Media):
 
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
-        """Return an Arrow table of the images of tools and environments."""
+        """Return the bytes of an Arrow table with the images of tools and environments."""
         rows: list[tuple[Any, ...]] = []
         written: set[str] = set()
         for index, rollout in enumerate(rollouts):

@@ -53,7 +53,7 @@ def find_processors() -> None:
 
 
 def freeze_tower(model: Any) -> int:
-    """Freeze a model's vision tower, but not the projector. Return the number of frozen weights."""
+    """Freeze a model's vision tower, but not the projector. Return the number of elements in the tower."""
     frozen = [parameter.requires_grad_(False) for name, parameter in model.named_parameters() if in_tower(name)]
     keep_gradients_out(tower_layers(model))
     return sum(parameter.numel() for parameter in frozen)
@@ -165,7 +165,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 class _Beside(torch.autograd.Function):
-    """Identity function of ``first``. Image features get zero gradients, so all ranks run the tower's backward."""
+    """Identity of ``first`` that gives ``others`` (image features) zero gradients, so the tower's backward runs."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _unseen_picture(config: Any) -> Images:
-    """Make a vision tower's inputs for a small white image. Some towers read black as padding."""
+    """Make a vision tower's inputs for the smallest white image that it takes. Some towers read black as padding."""
     vision = config.vision_config
     if hasattr(vision, "pooling_kernel_size"):
         axis = torch.arange(vision.pooling_kernel_size)

@@ -26,8 +26,8 @@ def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
         sharding, requested = settings.get("sharding", config.sharding), request["sharding"]
         if sharding not in ("none", "auto", requested):
             raise ValueError(
-                f"sharding is {sharding!r}, but the launcher or `deepspeed` requests {name}, which is sharding "
-                f"{requested!r}: remove one of the two (recipes/accelerate_configs/ddp.yaml requests no sharding)."
+                f"sharding is {sharding!r}, but the launcher or `deepspeed` requests {name}, which is `sharding: "
+                f"{requested}`: remove one of the two (recipes/accelerate_configs/ddp.yaml requests no sharding)."
             )
         settings |= request
     return settings, f"sharding: {made[0][0]}, as requested, is sharding: {settings['sharding']} here" if made else ""

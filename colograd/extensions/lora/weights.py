@@ -58,7 +58,7 @@ class Slot:
 
 
 class AdapterWeights(PlannedSync):
-    """Weight sync of a PeftModel's adapter. ``base``: weight sync of the frozen base, used for the first write only."""
+    """Weight sync of a PeftModel's adapter. ``base``: weight sync of the frozen base. Its `write` is called once."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base
@@ -90,7 +90,7 @@ class AdapterWeights(PlannedSync):
 
     def write(self) -> int:
         if not self.engine.adapter_is_active:
-            raise RuntimeError("The engine's LoRA slot has another adapter, from vLLM's add_lora: build a new trainer.")
+            raise RuntimeError("vLLM's add_lora or remove_lora removed the trainer's adapter: build a new trainer.")
         self._write_adapter()
         of_base = 0 if self._has_base else self.base.write()
         self._has_base = True
@@ -130,7 +130,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Sh
             missing.append(layer.name)
         slots += pair
     if missing:
-        raise Unserved(f"vLLM has no LoRA slot for {len(missing)} adapted layers: {', '.join(missing[:3])}")
+        raise Unserved(f"vLLM has no LoRA slot for {len(missing)} adapted layers ({', '.join(missing[:3])})")
     return slots
 
 
@@ -154,13 +154,13 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
         if not torch.equal(slot.destination, own.to(slot.destination)):
             raise RuntimeError(
                 f"vLLM stores {slot.layer}.{slot.kind} elsewhere than expected: Colograd doesn't know this "
-                "architecture's layout of LoRA layers yet. Set `weights: copied` (the adapter is then merged into "
-                "the engine's copy)."
+                "architecture's layout of LoRA layers yet. Set `weights: copied` to merge the adapter into the "
+                "engine's copy. If `sharding` begins with 'tensor', set `sharding: gradients`, too."
             )
     torch._foreach_zero_([slot.destination for slot in slots])
     for name, holder in engine.tensors.lora_layers().items():
         if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in lora_stacks(holder, kind)):
             raise RuntimeError(
                 f"vLLM stored values of a LoRA adapter for {name} outside the slots that Colograd writes. Set "
-                "`weights: copied`."
+                "`weights: copied`. If `sharding` begins with 'tensor', set `sharding: gradients`, too."
             )

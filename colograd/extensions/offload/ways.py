@@ -64,7 +64,7 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
     """Return the PCIe bytes (to GPU, to host) of a step that trains a whole generation. ``tokens``: per micro-batch.
 
     Each micro-batch copies gradients to the host. Gradient sums are copied to the GPU by each micro-batch except the
-    first, once for the norm, and once for the optimizer. The last `KEPT` layer inputs stay on the GPU."""
+    first, once for the norm, and once for the optimizer. The last `KEPT` layer inputs are copied only to the host."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
     own = max(1, -(-tokens // run.ranks_per_sequence))  # tokens of a micro-batch on this rank

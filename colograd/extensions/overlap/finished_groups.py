@@ -1,7 +1,8 @@
 """Sharing of finished groups between ranks while some ranks still sample.
 
 A rank that decodes can't take part in a collective. So ranks write groups to torch's rendezvous store, and a counter in
-the store decides which rank takes a group. No group is written before a rank wants groups of other ranks.
+the store decides which rank takes a group. No group is written before a rank wants groups of other ranks. A group with
+images, or with more than `LARGEST` bytes, is never written: during sampling only its own rank can train it.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class History:
     def is_solved(self) -> bool:
         """Whether the mean reward has risen, and is near or above the setting `pass_threshold_eval`.
 
-        If so, rules raise no alarms about low entropy, equal rewards or equal completions.
+        If so, rules don't warn about low entropy, equal rewards or equal completions. Rule `solved` may raise a note.
         """
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
         passes = _is_number(wanted) and now >= wanted - 0.1 * abs(wanted)

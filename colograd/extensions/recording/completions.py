@@ -264,7 +264,7 @@ def print_table(
     unique_prompts: bool,
     width: int | None = None,
 ) -> None:
-    """Print rows as a table. By default it is as wide as the terminal, also if a pager reads standard output."""
+    """Print rows as a table. Default ``width``: the terminal's, even with a pager. No terminal: `DEFAULT_WIDTH`."""
     terminal, buffer = sys.stdout.isatty(), io.StringIO()
     width = width or (Console().width if terminal or sys.stderr.isatty() else DEFAULT_WIDTH)
     table = completions_table(rows, reward_names, title, limit, unique_prompts, width)

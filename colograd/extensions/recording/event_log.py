@@ -95,7 +95,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return a run's events in order. Events of steps after n are left out if a resume at step n follows them."""
+    """Return a run's events in order. Events of steps after n are left out if a start or resume at step n follows."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
         for line in file:

@@ -68,7 +68,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the time when the number of running sequences last fell below half of its maximum, in seconds."""
+    """Return the time, in seconds, when the number of running sequences last fell below half of its maximum."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None
@@ -79,7 +79,7 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 def merged(
     calls: Sequence[tuple[str, float, float, int]], most: int = MOST_CALLS
 ) -> list[tuple[str, float, float, int]]:
-    """Return the calls by start time. If there are more than ``most``, successive calls of one name are merged."""
+    """Sort calls by start. If over ``most``: keep the first ``most`` names, and merge successive calls of a name."""
     of_names: dict[str, list[tuple[str, float, float, int]]] = {}
     for call in sorted(calls, key=lambda call: call[1]):
         of_names.setdefault(call[0], []).append(call)

@@ -84,7 +84,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """Count the elements of a model's matrices. None: a mixture of experts, whose tokens use only some."""
+        """Count a model's matrix elements. None: a mixture of experts, because a token uses only some matrices."""
         base = unwrap(model)
         if num_experts(base.config):
             return None

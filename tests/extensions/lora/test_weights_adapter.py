@@ -137,7 +137,7 @@ def test_moved_slot_or_another_adapter_raises(trained) -> None:
     holder.lora_b_stacked = kept
     manager = trained.engine.model.lora_manager
     manager.lora_index_to_id[0] = 2
-    with pytest.raises(RuntimeError, match="another adapter"):
+    with pytest.raises(RuntimeError, match="removed the trainer's adapter"):
         trained.weights.publish(3)
     manager.lora_index_to_id[0] = 1
     trained.weights.publish(3)

@@ -128,7 +128,7 @@ def prompt_with_images(core: Any, asked: ModelInput) -> Any:
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
-    """Raise a RuntimeError if vLLM's prompt tokens, ``found``, differ from the trainer's."""
+    """Raise a RuntimeError if vLLM's tokens of an image prompt, ``found``, differ from the trainer's."""
     if asked.images is None or tuple(found) == asked.ids:
         return
     token = asked.ids[asked.images.places[0]]
