@@ -192,8 +192,8 @@ def prepare_ranks() -> list[str]:
 
 
 def prepare_network() -> None:
-    """On several nodes, if the host's name resolves to a loopback address, let gloo use the network interface that
-    reaches MASTER_ADDR. Gloo's default would be unusable."""
+    """Let gloo use the network interface that reaches MASTER_ADDR, if a run has several nodes and the host's name
+    resolves to a loopback address. Gloo's default would be unusable there."""
     if local_world_size() >= int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     import psutil

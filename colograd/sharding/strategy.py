@@ -92,7 +92,7 @@ class ShardingStrategy(ABC):
         weights that other ranks update, register a hook that calls `gather_weights` after each step."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises one rank's error on all ranks (by `on_all_ranks(what)`) if `meets_in_backward`."""
+        """Return a context that raises one rank's error on all ranks (`on_all_ranks(what)`) if `meets_in_backward`."""
         return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
