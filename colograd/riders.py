@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """A part of a completion, e.g. a branch. It follows a text of ``context`` tokens: the prompt and earlier parts."""
+    """A part of a completion, e.g. a branch. It continues the prompt, the prompt's first tokens, or an earlier part."""
 
     context: int  # Number of earlier tokens that the part attends to, prompt included.
     length: int  # Number of the part's tokens.
@@ -64,12 +64,13 @@ class Rider:
         return rollouts
 
     def to_json(self) -> Any:
-        """Return the rider as a JSON value for the rollout log. It can't be [], which means that there is no rider."""
+        """Return the rider as a JSON value for the rollout log. A falsy value, such as [] or 0, means no rider."""
         return None
 
     @classmethod
     def from_json(cls, value: Any, rollout: Rollout) -> Self:
-        """Make the rider from its JSON value. Raise ValueError or AssertionError for a wrong value."""
+        """Make the rider from its JSON value, or from a reward function's value in `COLUMN`. Raise ValueError for a
+        wrong value. A class without `COLUMN` may raise AssertionError instead."""
         return cls()
 
     @classmethod
@@ -79,7 +80,7 @@ class Rider:
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        """Read the next Arrow table of a group's record, and return the rollouts with the table's riders.
+        """Read the next Arrow table of a group's record, and return the rollouts with the table's riders added.
 
         Args:
             encoder: the run's `PromptRules.reader`, which reads images of dataset rows, or None.
@@ -111,7 +112,7 @@ class Media(Rider):
         return 0
 
     def shifted(self, tokens: int) -> Self:
-        """Return the media with ``tokens`` added to all token positions of the content."""
+        """Return the media with all token positions of the content increased by the number ``tokens``."""
         return self
 
 
@@ -151,11 +152,11 @@ class RowRider:
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the rider for part of the row: the tokens ``tokens``, and labels at indices ``labels`` (on CPU)."""
+        """Return the rider for part of the row: tokens in slice ``tokens``, and labels at indices ``labels`` (CPU)."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:
-        """Return the row with the rider's changes. Called once, after `policy.packing.collate` has made the row."""
+        """Return the row with the rider's changes. `policy.packing.collate` calls this once, on the complete row."""
         return row
 
     def padded(self, tokens: int) -> Self:
@@ -166,7 +167,7 @@ class RowRider:
         """Return metrics of a micro-batch as name -> (sum, count).
 
         Args:
-            difference: (N,) absolute difference of the old policy's and the sampler's log-probabilities, in nats.
+            difference: (N,) per label the absolute difference of the old policy's and the sampler's log-probability.
             scored: (N,) float32, 1 for a label that counts in the metrics, else 0.
         """
         return {}

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     run = described(options)
     if options.offload_optimizer == "auto":
-        registry.require("offload", "offload_optimizer: auto")
+        registry.require("offload", "`offload_optimizer: auto`")
         from ..extensions.offload.ways import WAYS, cheapest
 
         kept = cheapest(run, auto(run))

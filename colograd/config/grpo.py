@@ -142,7 +142,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         if self.metric_for_best_model is not None:
-            registry.require("best_model", f"metric_for_best_model: {self.metric_for_best_model}")
+            registry.require("best_model", f"`metric_for_best_model: {self.metric_for_best_model}`")
         # As in transformers, torch_compile_backend or torch_compile_mode also turns on torch_compile.
         self.__dict__.update(compiled, torch_compile=any(compiled.values()))
         self.logging_nan_inf_filter = False  # With this filter transformers would log an average for a NaN loss.
@@ -152,7 +152,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base, so `ou
         self._set_checkpointing(checkpoints, {"use_reentrant": False, **kwargs})
         check_values(self)
         if self.offloads_activations:
-            registry.require("offload", "gradient_checkpointing: offload")
+            registry.require("offload", "`gradient_checkpointing: offload`")
         self._resolve_budget(self.on_cpu)
         note = " (rows have other lengths in each micro-batch)"
         Rules(one_of=COMPILE_MODES, note=note).check("torch_compile_mode", self.torch_compile_mode)

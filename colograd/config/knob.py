@@ -105,7 +105,7 @@ def check_values(group: Any) -> None:
         setattr(group, each.name, value)
         extension = rules.extension if isinstance(rules.extension, str) else rules.extension.get(str(value), "")
         if extension and value not in (each.default, None, []):
-            registry.require(extension, f"{each.name}: {shown(value)}")
+            registry.require(extension, f"`{each.name}: {shown(value)}`")
         rules.check(each.name, value)
 
 

@@ -153,7 +153,7 @@ def load_policy(
     elif (saved := adapter_folder(path)) is None:
         loaded = from_name(path, config, has_images=has_images)
     else:
-        registry.require("lora", f"model: {path}")
+        registry.require("lora", f"`model: {path}`")
         (from_adapter,) = registry.hooks("saved_adapter")
         loaded, path, tokenizer_path = from_adapter(path, saved, config, peft_config, has_images)
     set_text_alone(unwrap(loaded), has_images)

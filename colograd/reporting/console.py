@@ -146,7 +146,7 @@ class Progress:
         self._done, self._tokens, self._is_sampled = 0, 0, False
 
     def sampled(self, tokens: int) -> None:
-        """Count an engine step's ``tokens`` of unfinished completions. Later calls of `update` count no tokens."""
+        """Count the ``tokens`` of one engine step. From then on `update` counts completions without their tokens."""
         self._is_sampled = True
         self._tokens += tokens
         self.update(0, done=0)

@@ -5,10 +5,10 @@ A reward function has TRL's signature. It is called with keywords only, for one 
 only with the keywords that its signature names.
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
-        -> list[float | None]    # one reward per completion. An agent's session may get a list: one reward per turn.
+        -> list[float | None]    # one reward per completion; for an agent's session also a list, one reward per turn
 
-``columns`` are the dataset's columns except ``prompt``, repeated G times, and columns that the rollouts add. A
-reward ``None`` means that the function abstains. All calls of ``async def`` functions run concurrently.
+``columns`` are the dataset's columns, repeated G times, and columns that the rollouts add. ``prompt`` and the names
+above are left out. A reward ``None`` means that the function abstains. ``async def`` functions run concurrently.
 
 Worker processes import this package without torch. Names that need torch are imported on first use."""
 

@@ -143,7 +143,7 @@ def _found(spec: str) -> Any:
     if spec in builtin:
         return builtin[spec]
     if "/" in spec or os.path.isdir(spec):
-        registry.require("graders", f"reward_funcs: {spec}")
+        registry.require("graders", f"`reward_funcs: {spec}`")
     if not is_import_path(spec):
         raise ValueError(
             f"reward function {spec!r} isn't one of the built-in ones ({', '.join(builtin)}): the nearest is "
@@ -196,7 +196,7 @@ def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rewa
     )
     problem = (
         f"it raised {line}{where}, but must return one number per completion. {hint if of_messages else ''}"
-        f"Mend it, or set reward_on_error: abstain to go on wherever it fails. Its traceback:\n{traceback}"
+        f"Mend it, or set `reward_on_error: abstain` to go on wherever it fails. Its traceback:\n{traceback}"
     )
     return RewardError(reward.name, group.position, None, problem)
 
@@ -235,7 +235,7 @@ def with_logged_riders(group: Group, logged: Logged) -> Group:
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
     """Sum rewards [G, R], weighted by R weights, over the functions that didn't abstain (NaN).
 
-    With several functions, sums become equal if all G sums differ only by float32 rounding (0.6 + 0.1 and 0.7).
+    With several functions, if all sums differ only by float32 rounding (0.6 + 0.1 and 0.7), replace each by their mean.
     Advantages that divide by the standard deviation would enlarge rounding errors.
 
     Returns:

@@ -31,8 +31,8 @@ def rows(split: str = "train", path: str = PATH) -> Any:
     for number, row in enumerate(loaded[split]):
         gold = behind_hashes(str(row["answer"]))
         if gold is None:
-            problem = f"the answer {row['answer']!r} has no `#### NUMBER`"
-            raise ValueError(f"gsm8k, row {number}: {problem}. Set `path` to a dataset in GSM8K's form.")
+            problem = f"gsm8k, row {number}: the answer {row['answer']!r} has no `#### NUMBER`"
+            raise ValueError(f"{problem}. Set `path` (a key of `dataset_kwargs`) to a dataset in GSM8K's form.")
         prompt = [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}]
         converted.append({"prompt": prompt, "answer": gold})
     return Dataset.from_list(converted)

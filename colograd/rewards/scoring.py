@@ -56,8 +56,8 @@ class Scoring:
             call.cancel()
 
     def result(self) -> torch.Tensor:
-        """Wait for all calls. Return rewards, float32 [completions, R]. NaN: a function abstained or was late, or it
-        failed with `reward_on_error: abstain`. With `raise` a failed call raises RewardError."""
+        """Wait for all calls. Return rewards, float32 [completions, R]. NaN: a function abstained, was late, or failed.
+        But with `reward_on_error: raise` a failed call raises RewardError."""
         scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -165,7 +165,7 @@ class Scorer:
             ) from None
         self.counts[f"rewards/{name}/seconds"] += outcome.seconds
         if outcome.kind == "died":
-            why = "it exited, crashed or had no memory. Set reward_on_error: abstain to go on without such rewards"
+            why = "it exited, crashed or had no memory. Set `reward_on_error: abstain` to go on without such rewards"
             raise fail(f"the function's worker process ended with status {outcome.value}: {why}.")
         if outcome.kind == "late":
             self.counts[f"rewards/{name}/timeouts"] += 1

@@ -78,7 +78,7 @@ class SourceFeature:
         """Raise a ValueError if the rollout source can't generate completions with this policy."""
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return a dataset of empty prompts for a run without ``train_dataset``. Raise ValueError if it is required."""
+        """Return a dataset of empty prompts for a run without ``train_dataset``. Raise ValueError if one is needed."""
         raise ValueError("train_dataset is missing: pass a datasets.Dataset with a column `prompt`.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
@@ -89,7 +89,7 @@ class SourceFeature:
         return {}
 
     def watch(self, record: Callable[[str, float, float], None]) -> None:
-        """From now on call ``record(name, start, end)`` after each tool or environment call (times: `perf_counter`)."""
+        """Call ``record(name, start, end)`` after each further tool or environment call (times: `perf_counter`)."""
 
     def close(self) -> None:
         """End the processes and threads that the rollout source started."""

@@ -118,7 +118,8 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
         metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
         example = batch["example"][0].as_py()
     except (pa.ArrowException, *NONSENSE) as error:
-        raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move _journal away.") from None
+        problem = f"{where} can't be read ({type(error).__name__}: {error})"
+        raise JournalError(f"{problem}: move the run's folder `_journal` away to sample anew.") from None
     if example != digest_of_example(prompt.example):
         remedy = "restore the dataset, or move the journal (the recorded groups) away to sample anew"
         raise JournalError(f"{where} is of another prompt, because the dataset or its order has changed: {remedy}.")

@@ -87,9 +87,9 @@ class InScoring:
         self.take()
 
     def take(self, group: Group | None = None, position: int | None = None) -> None:
-        """Begin to score ``group``, then move every group with complete rewards to `rewarded`.
+        """Begin to score ``group``. Then move each group with complete rewards to `rewarded`.
 
-        Wait only for the rewards of the group at ``position``."""
+        If ``position`` is set, wait for the rewards of the group at this position."""
         stages = self.stages
         if group is not None:
             self._pending[group.position] = (group, stages.begin_score([group]))
@@ -108,7 +108,7 @@ class InScoring:
         return self._signals >= self.stages.enough
 
     def scored(self, wait: bool = True) -> list[ScoredGroup]:
-        """Compute advantages in the order of the prompts. Return all groups that have advantages.
+        """Compute advantages in the order of the prompts. Return all groups with advantages, also of earlier calls.
 
         Without ``wait``, stop at the first prompt without rewards. In any case stop when `has_enough` is true."""
         for position in [prompt.position for prompt in self.prompts[len(self._scored) :]]:

@@ -103,7 +103,7 @@ class RolloutStore:
                 names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
                 raise JournalError(
                     f"{folder} was recorded before reward functions changed ({', '.join(names) or 'their names'}): "
-                    "set rescore: true to score again, set journal: off to sample anew, or restore the old code."
+                    "set `rescore: true` to score again, set `journal: off` to sample anew, or restore the old code."
                 )
             changed |= found
             if folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
@@ -248,7 +248,7 @@ class RolloutStore:
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """Return the prompts' recorded groups, keyed by position.
 
-        Also take digests of the prompts' dataset rows, so call it before user code can change the rows."""
+        Also take digests of the prompts' dataset rows. So call this method before user code can change the rows."""
         if (file := self.open_files.get(self._newest)) is not None:
             file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
@@ -317,7 +317,7 @@ class RolloutStore:
 
     @property
     def _remedy(self) -> str:
-        return f"restore what has changed, or move {self.folder} away (or set journal: off) to sample anew"
+        return f"restore what has changed, or move {self.folder} away (or set `journal: off`) to sample anew"
 
 
 def digest_of(model: torch.nn.Module) -> str:

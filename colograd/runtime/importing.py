@@ -20,7 +20,7 @@ def is_import_path(spec: str) -> bool:
 
 def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
     """Import the object at the import path ``spec``, also from the current directory. A failure is a ValueError that
-    names the setting ``what``. If ``candidate`` accepts a value of a similar name, the error suggests that name."""
+    begins with ``what``. If ``candidate`` accepts a value of a similar name, the error suggests that name."""
     module_name, attribute = _split(spec)
     # Installed scripts (`colograd`, `torchrun`) lack the current directory in `sys.path`; `python -m` has it.
     if not {"", os.getcwd()} & set(sys.path):

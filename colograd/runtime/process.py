@@ -42,8 +42,8 @@ def command_arguments(argv: Sequence[str] | None) -> list[str]:
 
 
 def is_verbose(argv: Sequence[str]) -> bool:
-    """Return whether a command's flags or its recipe set ``verbose``. Search the recipe's text for the setting: the
-    parser would import packages that read log levels at import."""
+    """Return whether a command turns on ``verbose``, by a flag or in its recipe. Search the recipe's text for the
+    setting: the parser would import packages that read log levels at import."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
     with contextlib.suppress(ValueError, IndexError, OSError):  # The parser will report a bad command or recipe.
@@ -192,8 +192,8 @@ def prepare_ranks() -> list[str]:
 
 
 def prepare_network() -> None:
-    """Let gloo use the network interface that reaches MASTER_ADDR. On several nodes gloo's default is unusable if the
-    host's name resolves to a loopback address."""
+    """Let gloo use the network interface that reaches MASTER_ADDR, if a run has several nodes and the host's name
+    resolves to a loopback address. Gloo's default would be unusable there."""
     if local_world_size() >= int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     import psutil

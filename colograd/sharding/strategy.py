@@ -81,7 +81,7 @@ class ShardingStrategy(ABC):
         return cls(model)
 
     def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most strategies keep a frozen model whole)
-        """Set up a frozen reference or teacher model as the policy is set up. FSDP divides its weights over ranks."""
+        """Set up a frozen reference or teacher model like the policy. FSDP divides the frozen weights over ranks."""
 
     def describe(self) -> str:
         """Return one line for the log at start, or "" if nothing is divided."""
@@ -92,7 +92,7 @@ class ShardingStrategy(ABC):
         weights that other ranks update, register a hook that calls `gather_weights` after each step."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context named ``what`` in errors. It raises one rank's error on all ranks if `meets_in_backward`."""
+        """Return a context that raises one rank's error on all ranks (`on_all_ranks(what)`) if `meets_in_backward`."""
         return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -164,8 +164,9 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
-        """Write this rank's part of the optimizer state. If ranks (or engines) have equal copies of it, only a rank
-        with ``keep`` (or its engine) writes. If `cuts_optimizer` returns False, return False and write nothing."""
+        """Write this rank's part of the optimizer state. If all ranks have the same state, only ranks with ``keep``
+        write. If all engines have the same state, only the engines of such ranks write. If `cuts_optimizer` returns
+        False, return False and write nothing."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
@@ -175,8 +176,8 @@ class ShardingStrategy(ABC):
         """Undo the strategy's changes of the model, so that another trainer can train the model."""
 
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor] | None:
-        """Return the whole model's state dict in host memory, or {} without ``keep``. All ranks must call this. Return
-        None if the model isn't divided, because then the model's own `state_dict` is complete."""
+        """Return the whole state dict of the model (or adapter) in host memory, or {} without ``keep``. All ranks must
+        call this. Return None if the model isn't divided: then the model's own `state_dict` is complete."""
         return None
 
     def load_weights(self, folder: Path) -> bool:

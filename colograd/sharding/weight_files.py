@@ -57,8 +57,8 @@ class WeightFiles:
             experts = next(filter(None, (self.experts(name) for name in names)), None)
             if experts is None:
                 raise ValueError(
-                    f"{str(self.folder)!r} has no weights of {names[0]}, so the folder is of another model. Use a "
-                    "checkpoint of the policy's model."
+                    f"{str(self.folder)!r} has no weights of {names[0]}: the folder is of another model, or "
+                    "incomplete. Use a complete checkpoint of the policy's model."
                 )
             self._check(names[0], (len(experts), *shape[1:]), shape)
             for row, expert in zip(place, rows, strict=False):

@@ -140,7 +140,7 @@ def train_prompts_of(
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     if isinstance(rows, IterableDataset):
-        registry.require("streams", "train_dataset: an IterableDataset")
+        registry.require("streams", "an IterableDataset as `train_dataset`")
     prompts = next(filter(None, (make(rows, rules, args) for make in registry.hooks("prompts"))), None)
     if prompts is None:
         prompts = tokenize_prompts(rows, rules)

@@ -370,7 +370,9 @@ def test_a_function_that_raises_is_named_with_its_traceback(function: Any) -> No
     assert (
         "Traceback" in message and f"(tests/rewards/test_rewards.py:{function.__code__.co_firstlineno + 1})" in message
     )
-    assert "must return one number per completion" in message and "Mend it, or set reward_on_error: abstain" in message
+    assert (
+        "must return one number per completion" in message and "Mend it, or set `reward_on_error: abstain`" in message
+    )
     assert "colograd/rewards/" not in message
 
 

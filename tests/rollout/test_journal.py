@@ -145,7 +145,7 @@ def test_a_recipe_s_other_settings_hold_from_the_checkpoint_on(whole, tiny_model
 def test_an_edited_reward_is_noticed_and_rescore_keeps_the_samples(whole, tiny_model, tmp_path) -> None:
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
     with pytest.raises(
-        JournalError, match=r"changed since \(reward\): set rescore: true .* set journal: off to sample anew"
+        JournalError, match=r"functions changed \(reward\): set `rescore: true` .* set `journal: off` to sample anew"
     ):
         train(tiny_model, tmp_path, resume="auto", edited=True)
     again = train(tiny_model, tmp_path, resume="auto", edited=True, rescore=True)

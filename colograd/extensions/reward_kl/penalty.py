@@ -91,7 +91,7 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
     name = f"kl_in_reward is {config.kl_in_reward:g}"
     if config.kl_in_reward < 0:
         raise ValueError(f"{name}, but must be at least 0, as the factor of a penalty. Set kl_in_reward to 0 or more.")
-    registry.require("reference", f"kl_in_reward: {config.kl_in_reward:g}")
+    registry.require("reference", f"`kl_in_reward: {config.kl_in_reward:g}`")
     if config.kl_in_reward_estimator not in ESTIMATORS:
         raise ValueError(
             f"kl_in_reward_estimator is {config.kl_in_reward_estimator!r}, but must be one of {', '.join(ESTIMATORS)}."
