@@ -43,9 +43,9 @@ class Rules:
             return
         for one in value if self.one_of and isinstance(value, list) else [value]:
             if self.one_of and one not in self.one_of and not (self.or_path and is_import_path(str(one))):
-                own = ", or give the import path of your own, package.module:Class" if self.or_path else ""
+                own = ", or give the import path of your own class, package.module:Class" if self.or_path else ""
                 choices = ", ".join(self.one_of)
-                raise ValueError(f"{name} {one!r} isn't supported{self.note}: choose one of {choices}{own}.")
+                raise ValueError(f"`{name}` {one!r} isn't supported{self.note}: choose one of {choices}{own}.")
         low, high = (self.above if self.at_least is None else self.at_least, self.at_most or self.below)
         if low is None:
             return
@@ -55,7 +55,7 @@ class Rules:
             if high is not None:
                 begin, end = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"
                 must_be = f"in {begin}{low:g}, {high:g}{end}"
-            raise ValueError(f"{name} is {value!r}, but must be {must_be}: {self.remedy}.")
+            raise ValueError(f"`{name}` is {value!r}, but must be {must_be}: {self.remedy}.")
 
 
 class Help(str):

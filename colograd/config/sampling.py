@@ -56,7 +56,7 @@ class SamplingKnobs:
             # `n`, `max_tokens` and `temperature` are also parameters of vLLM, which are checked later.
             if name in anyway and name not in ("n", "max_tokens", "temperature"):
                 raise ValueError(
-                    f"generation_kwargs sets {name!r} to {value!r}, but Colograd always samples with {name} = "
+                    f"generation_kwargs sets {name!r} to {value!r}, but training uses {name} = "
                     f"{anyway[name][0]!r}: remove the entry. To limit the length, set max_completion_length. "
                     "For a greedy evaluation, set temperature_eval: 0."
                 )

@@ -73,7 +73,7 @@ class StepKnobs(TrainingArguments):
             self.max_tokens_per_microbatch = int(budget)
         except (TypeError, ValueError):
             raise ValueError(
-                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: choose one."
+                f"`max_tokens_per_microbatch` is {budget!r}, but must be a number of tokens or `auto`: choose one."
             ) from None
         Rules(at_least=1).check("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
 
@@ -119,8 +119,8 @@ class StepKnobs(TrainingArguments):
             near = " or ".join(str(n) for n in (low, low + group) if n)
             raise ValueError(
                 f"per_device_train_batch_size * gradient_accumulation_steps = {self.per_device_train_batch_size} * "
-                f"{accumulation} = {per_rank} completions per rank and step, but a group of num_generations = {group} "
-                f"stays on one rank: make the product a multiple of {group} ({near} would do)."
+                f"{accumulation} = {per_rank} completions per engine and step, but one engine samples a whole group of "
+                f"num_generations = {group}: make the product a multiple of {group} ({near} would do)."
             )
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
@@ -141,7 +141,7 @@ class StepKnobs(TrainingArguments):
             rule = f"gradient_accumulation_steps ({whole})"
         else:
             if self.steps_per_generation is not None:
-                raise ValueError("generation_batch_size and steps_per_generation set the same number: remove one.")
+                raise ValueError("generation_batch_size determines steps_per_generation: set only one of the two.")
             name, count, whole = "generation_batch_size", self.generation_batch_size, completions
             rule = f"the completions of one optimizer step over all ranks ({whole})"
         if count is None:

@@ -33,9 +33,9 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), but prompts are tokenised once: apply the "
-            "transform with map. If the transform only removes keys with the value None, remove the transform, because "
-            "Colograd removes these keys from messages and `chat_template_kwargs`. To keep them out of other columns, "
-            "build the dataset with Dataset.from_list(rows, on_mixed_types='use_json')."
+            "transform with `dataset.map`. If the transform only removes keys with the value None, remove the "
+            "transform: Colograd removes these keys from messages and `chat_template_kwargs`. Other columns stay free "
+            "of these keys if you build the dataset with `Dataset.from_list(rows, on_mixed_types='use_json')`."
         )
     if not images:
         check_no_images(columns_of(dataset), name)

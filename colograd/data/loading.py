@@ -51,7 +51,7 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
 def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
     if script.streaming and script.test_split_size is not None:
-        why = "a streamed mixture has no length: remove test_split_size or streaming"
+        why = "a streamed mixture has no length: remove `test_split_size` or `streaming`"
         raise ValueError(f"test_split_size is {script.test_split_size}, but {why}.")
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
@@ -62,7 +62,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
             raise ValueError(f"`fraction` is {fractions} in `datasets`: {remedy}.")
         if not all(isinstance(part, Dataset) for part in parts):
             raise ValueError(
-                "`fraction` is set in `datasets`, but a streamed dataset has no length: remove `fraction` or streaming."
+                "`fraction` is set in `datasets`, but a stream has no length: remove `fraction` or `streaming`."
             )
         shares = [fraction / sum(fractions) for fraction in fractions]
         total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share)
@@ -245,7 +245,7 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
         except TypeError as error:
             raise ValueError(
                 f"The dataset function {name}{signature} can't be called with {given}: {error}. Change "
-                "dataset_kwargs, or the function's entry in `datasets`."
+                "`dataset_kwargs` or `dataset_config`, or the function's entry in `datasets`."
             ) from error
         result = function(**given)
         if isinstance(result, dict):

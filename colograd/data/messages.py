@@ -12,7 +12,7 @@ FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeErro
 
 
 def without_nones(value: Any) -> Any:
-    """Remove dict keys with the value None at every depth. Arrow adds such keys if other rows have them."""
+    """Return ``value`` without dict keys whose value is None, at any depth. Arrow adds keys that other rows have."""
     if isinstance(value, dict):
         return {key: without_nones(each) for key, each in value.items() if each is not None}
     return [without_nones(each) for each in value] if isinstance(value, list) else value
@@ -74,7 +74,7 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Return ``messages`` in a form that the chat template can write. ``write`` applies the template.
 
-    All contents that are lists or None become texts if the template fails, or loses or garbles one of them."""
+    If the template fails, or loses or garbles a content that is a list or None, all these contents become texts."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:

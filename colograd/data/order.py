@@ -23,7 +23,8 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     """Batch sampler: one item is this rank's prompts of one optimizer step, as [(row, position), ...].
 
     A position is a prompt's index in the whole training. A round has ``steps_per_generation`` different steps, repeated
-    ``num_iterations`` times. With 2 prompts per step, 2 steps and 2 iterations: ab cd ab cd | ef gh ef gh."""
+    ``num_iterations`` times. Two rounds of prompts a to h, with 2 prompts per step, 2 steps and 2 iterations:
+    ab cd ab cd | ef gh ef gh."""
 
     num_rows: int
     prompts_per_step: int  # Prompts of a step over all ranks.
@@ -51,7 +52,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
             raise ValueError(
                 f"The dataset has {self.num_rows} prompts, but one generation takes {self.round_size} "
                 f"(prompts_per_step={self.prompts_per_step} times steps_per_generation={self.steps_per_generation}): "
-                "lower one of the two settings, or add prompts."
+                "lower one of the two (`per_device_train_batch_size` also sets prompts_per_step), or add prompts."
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -116,7 +117,7 @@ def permutation(rows: int, text: str) -> torch.Tensor:
 
 
 class PromptLoader(DataLoader):
-    """The training dataloader. `accelerate.skip_first_batches` needs its batch sampler to resume an epoch."""
+    """The training dataloader. `accelerate.skip_first_batches`, which resumes an epoch, needs a batch sampler."""
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
         # DataLoader draws a seed at each epoch's start. An own generator leaves torch's global one untouched.

@@ -146,8 +146,8 @@ class PromptRules:
         return {**arguments, **self.chat_template_kwargs, **own, **further}
 
     def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
-        """Tokenise a prompt that was changed after loading. Return None if the prompt is too long.
-        With `overlong_prompts: error`, a too long prompt of a text-only model raises a ValueError."""
+        """Tokenise a prompt that was changed after loading. A too long prompt raises a ValueError if the model is
+        text-only and `overlong_prompts` is `error`. Otherwise return None for a too long prompt."""
         row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
             prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))

@@ -184,8 +184,8 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
 
 
 def patched(path: str, ours: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Replace vLLM's function at ``path``, "module:name" or "module:Class.name". ``ours`` gets vLLM's function as its
-    first argument. Nothing changes if this version of vLLM lacks the function."""
+    """Replace vLLM's function at ``path``, "module:name" or "module:Class.name". ``ours`` is called with vLLM's
+    function as the first argument. Nothing changes if this version of vLLM lacks the function."""
     patch = _patch(path, ours)
     return contextlib.nullcontext() if patch is None else replaced(*patch)
 
@@ -363,7 +363,8 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
             self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, y_offset: int, y_slice_size: int,
             add_inputs: bool = True,
         ) -> None:  # fmt: skip
-            """Add linear(x, B) to y[:, y_offset : y_offset + y_slice_size]. x: [tokens, rank], B: ``w_t_all[0, 0]``."""
+            """Add linear(x, B) to y[:, y_offset : y_offset + y_slice_size]. x: [tokens, rank], B: ``w_t_all[0, 0]``.
+            Without ``add_inputs``, overwrite these columns of y."""
             product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
             columns = y[:, y_offset : y_offset + y_slice_size]
             columns.add_(product) if add_inputs else columns.copy_(product)
@@ -373,9 +374,9 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
-    """Restore transformers' classes and configurations after vLLM has built ``model()``. vLLM's transformers backend
-    decorates transformers' model classes in place, and the policy uses the same classes. Modules of vLLM's model get
-    subclasses with vLLM's changes."""
+    """Restore transformers' classes and configurations after vLLM has built its model, which ``model()`` returns.
+    vLLM's transformers backend decorates transformers' model classes in place, and the policy uses the same classes.
+    Modules of vLLM's model get subclasses with vLLM's changes."""
     kinds: list[Any] = [PreTrainedModel]
     for kind in kinds:  # the loop also reads the classes that it appends
         kinds += kind.__subclasses__()

@@ -1,8 +1,8 @@
 """`Engine`: the interface of an inference engine in the trainer's process, implemented by `VLLMEngine`.
 
 `EngineFeature` is the interface of extensions that change the engine. An extension registers a function under
-``engine_feature`` in its ``HOOKS``. For each engine the function gets the configuration and an `EngineUse`, and returns
-an `EngineFeature`, or None if the extension's option is off.
+``engine_feature`` in its ``HOOKS``. For each engine the function is called with the configuration and an `EngineUse`.
+The function returns an `EngineFeature`, or None if the extension's option is off.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class VLLMTensors:
         return "" if kernel in AS_SAVED else str(kernel)
 
     def merged_outputs(self, name: str) -> Sequence[int]:
-        """Return the output sizes of a fused layer's parts. Each part is split over ranks. Empty for other layers."""
+        """Return the output sizes of a fused layer's parts, summed over ranks. Empty for other layers."""
         return tuple(getattr(self._layer(name), "output_sizes", ()))
 
     def is_added_by_first_rank(self, bias: torch.Tensor) -> bool:

@@ -86,10 +86,10 @@ def test_a_finished_training_ends_with_0(step: int, status: int) -> None:
 
 def test_unknown_stop_signals_are_refused(tmp_path) -> None:
     with pytest.raises(
-        ValueError, match="stop_signals 'SIGKILL' isn't supported: choose one of SIGTERM, SIGUSR1, SIGUSR2"
+        ValueError, match="`stop_signals` 'SIGKILL' isn't supported: choose one of SIGTERM, SIGUSR1, SIGUSR2"
     ):
         tiny.config(tmp_path, stop_signals=["SIGTERM", "SIGKILL"])
-    with pytest.raises(ValueError, match="stop_within is 0"):
+    with pytest.raises(ValueError, match="`stop_within` is 0"):
         tiny.config(tmp_path, stop_within=0)
 
 

@@ -122,7 +122,7 @@ def test_a_copy_is_the_same(given: dict[str, Any]) -> None:
     [
         ({"prompts_per_step": 3}, "prompts_per_step is 3, .* multiple of the number of engines, 2, .*2 or 4 would do"),
         ({"prompts_per_step": 1}, "prompts_per_step is 1, .* 2 or 4 would do"),
-        ({"steps_per_generation": 2, "generation_batch_size": 32}, "set the same number: remove one"),
+        ({"steps_per_generation": 2, "generation_batch_size": 32}, "determines steps_per_generation: set only one"),
         ({"generation_batch_size": 24}, r"is 24, but must be a positive multiple of .* \(16\), or a divisor"),
         ({"generation_batch_size": 8, "num_iterations": 2}, r"is 8, but must be .* multiple of .* \(16\): set"),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, r"is 3, but must be .* multiple of .*\(2\)"),
@@ -567,7 +567,7 @@ def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, 
 
 def test_a_class_of_the_user_s_own_publishes_weights() -> None:
     assert config(weights="my.module:WeightSync").weights == "my.module:WeightSync"
-    with pytest.raises(ValueError, match="weights 'moved' isn't supported in this version: choose one of auto, shared"):
+    with pytest.raises(ValueError, match="`weights` 'moved' isn't supported in this version: choose one of auto, "):
         config(weights="moved")
 
 
@@ -617,7 +617,7 @@ def test_generation_kwargs_may_ask_for_what_is_done_anyway() -> None:
     assert [line.split("`")[1] for line in made.notes] == [name for name in given if name != "stop"]
     assert config(generation_kwargs={"do_sample": True}).generation_kwargs is None
     assert config(generation_kwargs={"n": 4}).generation_kwargs == {"n": 4}, "which the engine refuses"
-    with pytest.raises(ValueError, match="sets 'do_sample' to False, but Colograd always samples with do_sample"):
+    with pytest.raises(ValueError, match="sets 'do_sample' to False, but training uses do_sample"):
         config(generation_kwargs={"do_sample": False})
 
 
@@ -631,8 +631,8 @@ def test_settings_of_torchs_loader_are_said_to_have_no_effect() -> None:
     ("given", "said"),
     [
         ({"loss_type": "vespo"}, "vllm_importance_sampling_mode is 'sequence_mask' and loss_type is 'vespo'"),
-        ({"importance_sampling_level": "sentence"}, "importance_sampling_level 'sentence' .*: choose one of token"),
-        ({"top_entropy_quantile": 1.5}, r"top_entropy_quantile is 1.5, but must be in \[0, 1\]: 1.0"),
+        ({"importance_sampling_level": "sentence"}, "`importance_sampling_level` 'sentence' .*: choose one of token"),
+        ({"top_entropy_quantile": 1.5}, r"`top_entropy_quantile` is 1.5, but must be in \[0, 1\]: 1.0"),
         (
             {"top_entropy_quantile": 0.5, "loss_type": "gmpo"},
             "is 'gmpo', but gmpo has one ratio per completion",
@@ -641,8 +641,8 @@ def test_settings_of_torchs_loader_are_said_to_have_no_effect() -> None:
             {"entropy_coef_min": 2.0},
             "entropy_coef_min is 2.0 and entropy_coef_max is 1.0, but",
         ),
-        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0, but must be above 0"),
-        ({"vespo_lambda_pos": -1.0}, "vespo_lambda_pos is -1.0, but must be at least 0"),
+        ({"sapo_temperature_neg": 0.0}, "`sapo_temperature_neg` is 0.0, but must be above 0"),
+        ({"vespo_lambda_pos": -1.0}, "`vespo_lambda_pos` is -1.0, but must be at least 0"),
     ],
 )
 def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str) -> None:
@@ -663,7 +663,10 @@ def test_what_is_said_of_compiling_is_the_layers() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode 'reduce-overhead' .* choose one of default, "),
+        (
+            {"torch_compile_mode": "reduce-overhead"},
+            "`torch_compile_mode` 'reduce-overhead' .* choose one of default, ",
+        ),
     ],
 )
 def test_kernels_are_checked(given: dict[str, Any], said: str) -> None:

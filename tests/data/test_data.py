@@ -326,7 +326,10 @@ def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
         ([{"prompt": [{"role": "user"}]}], "row 0: the prompt is .* it must be a text"),
         ([IterableDataset.from_generator(lambda: iter([{"question": "a"}]))], "no column 'prompt'; it has 'question'"),
         ([3], "must be a datasets.Dataset"),
-        ([Dataset.from_dict({"prompt": ["a"]}).with_transform(lambda rows: rows)], "has a transform .* with map"),
+        (
+            [Dataset.from_dict({"prompt": ["a"]}).with_transform(lambda rows: rows)],
+            "transform .* with `dataset.map`",
+        ),
         ([{"prompt": "a", "image": "a.png"}], "has the column 'image', but the model reads text alone"),
         (
             [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],

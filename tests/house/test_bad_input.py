@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a group size that doesn't divide the batch": (
         lambda _: config(per_device_train_batch_size=10, num_generations=4),
         r"10 \* 1 = 10 completions per rank",
-        "num_generations = 4 stays on one rank",
+        "one engine samples a whole group of num_generations = 4",
         r"multiple of 4 \(8 or 12 would do",
     ),
     "a group larger than the batch": (
@@ -275,7 +275,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "a setting for overlong prompts that doesn't exist": (
         lambda _: config(overlong_prompts="cut"),
-        "overlong_prompts 'cut'",
+        "`overlong_prompts` 'cut'",
         "isn't supported",
         "choose one of drop, error",
     ),
@@ -344,7 +344,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "a sharding strategy that isn't there": (
         lambda _: config(sharding="zero2"),
-        "sharding 'zero2'",
+        "`sharding` 'zero2'",
         "isn't supported in this version",
         r"choose one of none, optimizer, gradients, fsdp, tensor, tensor\+optimizer, tensor\+gradients, auto",
     ),
@@ -398,7 +398,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "a share of the GPU that is none": (
         lambda _: config(vllm_gpu_memory_utilization=35),
-        "vllm_gpu_memory_utilization is 35",
+        "`vllm_gpu_memory_utilization` is 35",
         r"must be in \(0, 1\]",
         "remove it to have the KV cache planned",
     ),
@@ -410,9 +410,9 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "a loss that doesn't exist": (
         lambda _: config(loss_type="gspo"),
-        "loss_type 'gspo'",
+        "`loss_type` 'gspo'",
         "isn't supported: choose one of dapo, ",
-        "give the import path of your own, package.module:Class",
+        "give the import path of your own class, package.module:Class",
     ),
     "greedy training": (lambda _: config(temperature=0), "temperature is 0", "must differ", "set it above 0"),
     "several greedy completions in evaluation": (
@@ -514,7 +514,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "a dtype that doesn't exist": (
         lambda _: ModelConfig(dtype="int8"),
-        "dtype 'int8'",
+        "`dtype` 'int8'",
         "isn't supported",
         "choose one of auto, bfloat16, float32",
     ),

@@ -342,7 +342,7 @@ def test_a_loss_of_one_s_own_comes_with_every_term(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("dapoo", r"loss_type 'dapoo' isn't supported: choose one of dapo, .*, or give the import path of your own"),
+        ("dapoo", r"`loss_type` 'dapoo' isn't supported: choose one of dapo, .*, or give the import path of your own"),
         ("my_losses_of_the_test:Reinforc", "has no attribute 'Reinforc'. Did you mean 'Reinforce'?"),
         ("no_such_module_at_all:Loss", "module 'no_such_module_at_all' can't be imported"),
         ("my_losses_of_the_test:not_a_loss", "must be a class derived from colograd.losses.TokenLoss"),

@@ -159,7 +159,7 @@ def test_auto_is_a_number_on_a_cpu_and_measured_on_a_gpu(given: Any, monkeypatch
 def test_a_number_may_be_text_and_nonsense_is_refused() -> None:
     assert GRPOConfig("unused", report_to="none", max_tokens_per_microbatch="512").max_tokens_per_microbatch == 512
     for wrong in ("many", 0, -1):
-        with pytest.raises(ValueError, match=r"max_tokens_per_microbatch is '?(many|0|-1)'?, but must be"):
+        with pytest.raises(ValueError, match=r"`max_tokens_per_microbatch` is '?(many|0|-1)'?, but must be"):
             GRPOConfig("unused", report_to="none", max_tokens_per_microbatch=wrong)
 
 

@@ -112,7 +112,7 @@ def test_stages_come_from_agreements_and_phases() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rank_timeout": 0}, "rank_timeout is 0, but must be above 0"),
+        ({"rank_timeout": 0}, "`rank_timeout` is 0, but must be above 0"),
         (
             {"rank_timeout": 60, "reward_timeout": 90},
             "reward_timeout is 90 .* raise rank_timeout above it, or lower",

@@ -21,7 +21,7 @@ REASONING = ("reasoning", "reasoning_content", "thinking")  # Templates read a m
 
 
 class TooLong(ValueError):
-    """A prompt is longer than the model's context. The error's text is the prompt's length, e.g. "5000 tokens"."""
+    """A prompt leaves no room in the model's context. The error's text is the prompt's length, e.g. "5000 tokens"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Endpoint:
             key = bearer[7:].strip() if has_bearer else request.headers.get("x-api-key", "")
             if (session := self.sessions.get(key)) is None:
                 raise BadRequest(
-                    "no session has this key: send your api_key argument or OPENAI_API_KEY variable.", 401, "no_key"
+                    "no session has this API key: use the agent's argument `api_key`, or OPENAI_API_KEY.", 401, "no_key"
                 )
             if api != "models":
                 return await self._answer(api, session, request)
@@ -89,9 +89,9 @@ class Endpoint:
             name, value = next(iter(call.shaping.items()))
             of_run = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
             raise BadRequest(
-                f"{name} is {value!r}, but this run samples with {of_run!r}: tokens sampled with other settings would "
-                "bias the update. Leave the parameter out, or set `agent_sampling: untrained` in the recipe. Then "
-                "the endpoint answers the request, and the run doesn't train on the answer.",
+                f"{name} is {value!r} in the request, but {of_run!r} in this run: tokens sampled with other settings "
+                "would bias the update. Leave the parameter out, or set `agent_sampling: untrained` in the recipe. "
+                "Then the endpoint answers the request, and the run doesn't train on the answer.",
                 code="sampling_settings",
             )
         return call

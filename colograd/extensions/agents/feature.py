@@ -36,8 +36,8 @@ class AgentFeature(SourceFeature):
             return None
         if others := [name for name, value in arguments.sources.items() if name != "agent" and value]:
             raise ValueError(
-                f"agent and {others[0]} are both set, but an agent's program sends all requests to the model, and runs "
-                "tools itself: set only one of the two."
+                f"`agent` and `{others[0]}` are both set, but an agent's program sends all requests to the model, and "
+                "runs tools itself: set only one of the two."
             )
         if config.router_replay:
             raise ValueError("router_replay is true, but agents' sessions record no experts: set it to false.")
@@ -53,7 +53,7 @@ class AgentFeature(SourceFeature):
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
         if policy.processor is not None:
-            raise ValueError(f"agent is set, but {policy.path} reads images: agents need a model that reads only text.")
+            raise ValueError(f"`agent` is set, but {policy.path} reads images: agents need a text-only model.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> AgentSessions:
         tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Runs of a user's agent program while the engine decodes: a function in a thread, or a command in a process."""
+"""Run a user's agent program while the engine decodes: a function in a thread, or a command in a process."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def another(base_url: str, api_key: str) -> float:
         ("", None, False, "`agent` is empty"),
         (3, None, False, "must be a function, its import path, or a command line"),
         ("tests_that_are_not:there", None, False, "tests_that_are_not"),
-        (run, object(), False, "agent and tools are both set"),
+        (run, object(), False, "`agent` and `tools` are both set"),
         (run, None, True, "router_replay is true"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_model_that_reads_images_is_refused_at_the_start() -> None:
     settings: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
     feature = AgentFeature.of(tiny.trainer_arguments(agent=run), settings)
     assert feature is not None
-    with pytest.raises(ValueError, match="a-model reads images: agents need a model that reads only text"):
+    with pytest.raises(ValueError, match="a-model reads images: agents need a text-only model"):
         feature.check_policy(policy, settings)
 
 

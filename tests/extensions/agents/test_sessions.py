@@ -206,10 +206,10 @@ def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any, m
     monkeypatch.setattr(endpoint, "LARGEST", 4000)
     fine = {"model": "model", "messages": [{"role": "user", "content": "so"}], "max_tokens": 2}
     cases: list[tuple[Any, int, str]] = [
-        ({**fine, "temperature": 0.3}, 400, "temperature is 0.3, but this run samples with 1.0"),
+        ({**fine, "temperature": 0.3}, 400, "temperature is 0.3 in the request, but 1.0 in this run"),
         ({**fine, "top_p": 0.9}, 400, "top_p is 0.9"),
         ({**fine, "logit_bias": {"3": 4.0}}, 400, "logit_bias"),
-        ({**fine, "messages": []}, 400, "messages is empty"),
+        ({**fine, "messages": []}, 400, "`messages` is empty"),
         ({**fine, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          400, "only text is supported"),
         ({**fine, "messages": 3}, 400, "messages"),

@@ -315,7 +315,7 @@ def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"carry_over": 0.3}, r"carry_over is 0.3, but must be in \[0.5, 1\)"),
+        ({"carry_over": 0.3}, r"`carry_over` is 0.3, but must be in \[0.5, 1\)"),
         ({"carry_over_max_age": 0}, "carry_over_max_age"),
         ({"dynamic_sampling": True}, "dynamic_sampling is true, but dynamic_sampling chooses"),
         ({"overlap": "auto"}, "overlap is 'auto', but overlap trains"),

@@ -322,7 +322,7 @@ def test_a_teacher_that_can_t_score_the_policy_s_tokens_is_refused(tiny_model, t
         ({"teacher_model_name_or_path": {"math": None}}, "must map a teacher's name to a model"),
         ({"teacher_model_name_or_path": {"a": "b"}, "distillation_kl": "exact"}, "with one teacher's logits"),
         ({"distillation_kl": "forward"}, "choose one of sampled, exact, top_k"),
-        ({"distillation_kl": "top_k", "distillation_top_k": 0}, "distillation_top_k is 0"),
+        ({"distillation_kl": "top_k", "distillation_top_k": 0}, "`distillation_top_k` is 0"),
         ({"teacher_model_name_or_path": None, "offload_teacher": True}, "but there is no teacher"),
     ],
 )

@@ -227,8 +227,8 @@ def test_the_recipes_fields_make_peft_s_configuration(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"use_peft": True, "lora_r": 0}, r"lora_r is 0.*at least 1"),
-        ({"use_peft": True, "lora_dropout": 1.0}, r"lora_dropout is 1.0.*\[0, 1\)"),
+        ({"use_peft": True, "lora_r": 0}, r"`lora_r` is 0.*at least 1"),
+        ({"use_peft": True, "lora_dropout": 1.0}, r"`lora_dropout` is 1.0.*\[0, 1\)"),
         ({"use_peft": True, "lora_task_type": "SEQ_CLS"}, r"'SEQ_CLS'.*CAUSAL_LM"),
     ],
 )

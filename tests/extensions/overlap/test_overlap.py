@@ -212,5 +212,5 @@ def test_a_recorded_partition_of_other_groups_is_ignored() -> None:
 
 def test_off_is_the_default_and_yaml_s_bare_off_is_it_too(tmp_path: Path) -> None:
     assert tiny.config(tmp_path).overlap == tiny.config(tmp_path, overlap=False).overlap == "off"
-    with pytest.raises(ValueError, match="overlap 'on' isn't supported: choose one of auto, off"):
+    with pytest.raises(ValueError, match="`overlap` 'on' isn't supported: choose one of auto, off"):
         GRPOConfig(output_dir=str(tmp_path), overlap="on")

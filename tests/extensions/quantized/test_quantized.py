@@ -425,7 +425,7 @@ def test_the_recipe_s_fields_are_those_of_trl() -> None:
     assert asked == {"quantization_config": {**NESTED, "bnb_4bit_quant_storage": "bfloat16"}}
     with pytest.raises(ValueError, match=r"load_in_8bit and load_in_4bit are both true.*remove one"):
         ModelConfig(load_in_4bit=True, load_in_8bit=True)
-    with pytest.raises(ValueError, match=r"bnb_4bit_quant_type 'int4'.*nf4, fp4"):
+    with pytest.raises(ValueError, match=r"`bnb_4bit_quant_type` 'int4'.*nf4, fp4"):
         ModelConfig(bnb_4bit_quant_type="int4")
 
 

@@ -106,7 +106,7 @@ def test_what_is_shown_has_each_prompt_once_where_that_is_asked_for(
     quiet = completion_log.CompletionLog(tiny.config(tmp_path, **changes, num_completions_to_print=0), ["r"])
     quiet.add_evaluation(step, lambda group: ["a", "b", "c"], state, "eval_quiet")  # type: ignore[arg-type]
     assert capsys.readouterr().out == "" and sent["eval_quiet_completions"] == [2]
-    with pytest.raises(ValueError, match="num_completions_to_print is -1, but must be at least 0"):
+    with pytest.raises(ValueError, match="`num_completions_to_print` is -1, but must be at least 0"):
         tiny.config(tmp_path, num_completions_to_print=-1)
 
 

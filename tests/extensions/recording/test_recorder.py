@@ -461,7 +461,7 @@ def test_nothing_is_recorded_where_nothing_is_wanted(tmp_path: Path) -> None:
     with recorder.watching():
         pass
     assert not (tmp_path / FOLDER).exists()
-    with pytest.raises(ValueError, match="report_groups is -1, but must be at least 0"):
+    with pytest.raises(ValueError, match="`report_groups` is -1, but must be at least 0"):
         tiny.config(tmp_path, report_groups=-1)
 
 

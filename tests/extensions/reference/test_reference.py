@@ -240,9 +240,9 @@ def test_two_terms_share_one_reference(tmp_path) -> None:
 def test_a_reference_that_is_to_follow_has_to_be_there(tiny_model, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"sync_ref_model is true and beta is 0\.0, but then there is no reference"):
         made(tmp_path, beta=0.0, sync_ref_model=True)
-    with pytest.raises(ValueError, match=r"ref_model_mixup_alpha is 0.0, but .* in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"`ref_model_mixup_alpha` is 0.0, but .* in \(0, 1\]"):
         made(tmp_path, sync_ref_model=True, ref_model_mixup_alpha=0.0)
-    with pytest.raises(ValueError, match="ref_model_sync_steps is 0, but must be at least 1"):
+    with pytest.raises(ValueError, match="`ref_model_sync_steps` is 0, but must be at least 1"):
         made(tmp_path, ref_model_sync_steps=0)
     with pytest.raises(ValueError, match="no second model to mix"):
         check_reference(policy_of(tiny_model, tmp_path, LORA), made(tmp_path, sync_ref_model=True))

@@ -117,12 +117,12 @@ class ChatAPI:
                 raise BadRequest(f"{name} is {value!r}, which this endpoint doesn't support: leave the parameter out.")
         n = 1 if request.n is None else request.n
         if n < 1:
-            raise BadRequest(f"n is {n}, but `n` must be at least 1.")
+            raise BadRequest(f"`n` is {n}, but must be at least 1.")
         fields = vars(request)  # `getattr` would warn about the deprecated `max_tokens` of a chat request.
         limits = [name for name in ("max_completion_tokens", "max_tokens") if fields.get(name) is not None]
         most = fields[limits[0]] if limits else None
         if most is not None and most < 1:
-            raise BadRequest(f"{limits[0]} is {most}, but `{limits[0]}` must be at least 1.")
+            raise BadRequest(f"`{limits[0]}` is {most}, but must be at least 1.")
         shaping = {
             name: value
             for name, neutral in SHAPING.items()
@@ -143,9 +143,9 @@ class ChatAPI:
             prompt = request.prompt
             if (request.logprobs or 0) > 1:
                 rule = "this endpoint returns only the sampled tokens' log-probabilities: set logprobs to 1"
-                raise BadRequest(f"logprobs is {request.logprobs}, but {rule}.")
+                raise BadRequest(f"`logprobs` is {request.logprobs}, but {rule}.")
             if prompt is None or prompt == []:
-                raise BadRequest("prompt is missing or empty: set a text or token ids.")
+                raise BadRequest("`prompt` is missing or empty: set `prompt` to a text or token ids.")
             one = isinstance(prompt, str) or isinstance(prompt[0], int)
             further: dict[str, Any] = {"prompts": [prompt] if one else list(prompt)}
         else:
@@ -176,7 +176,7 @@ class ChatAPI:
         if not request.tools:
             return request
         if not self.tool_parser:
-            raise BadRequest("no parser of this model's tool calls is known: set agent_tool_parser in the run.")
+            raise BadRequest("no parser of this model's tool calls is known: set agent_tool_parser in the recipe.")
         if request.tool_choice is None:
             request.tool_choice = "auto"
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
@@ -195,7 +195,7 @@ class ChatAPI:
         if not isinstance(body, dict):
             raise BadRequest("the body isn't a JSON object.")
         if api != "completions" and not isinstance(body.get("messages"), list):
-            raise BadRequest("messages is missing, or isn't a list.")
+            raise BadRequest("`messages` is missing, or isn't a list.")
         try:
             if api == "messages":
                 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -288,7 +288,7 @@ class ChatAPI:
 def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
     copies = [dict(message) for message in messages]
     if not copies:
-        raise BadRequest("messages is empty, but must have at least one message.")
+        raise BadRequest("`messages` is empty, but must have at least one message.")
     for index, message in enumerate(copies):
         content = message.get("content")
         if content is not None and not isinstance(content, str):
