@@ -236,7 +236,7 @@ class SegmentLayout:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Index in the row of each segment's first token, [S]."""
+        """For each segment the position of its first token in the row, [S]."""
         return tuple(itertools.accumulate(self.lengths, initial=0))[:-1]
 
     @property

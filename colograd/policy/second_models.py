@@ -138,7 +138,7 @@ def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kin
 
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
-    """Return the bytes of second models on the policy's device, before sharding, by `Kind.name`, e.g. "reference"."""
+    """Return `Kind.name`, e.g. "reference" -> bytes of that second model on the policy's device, if not sharded."""
     nbytes = Counter[str]()
     for _, kind, each in _of_run(needs, config):
         nbytes[kind.name] += kind.nbytes(each, policy)

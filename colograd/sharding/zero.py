@@ -151,7 +151,7 @@ class SharedParts(ShardingStrategy):
 
     @abstractmethod
     def _after_step(self) -> None:
-        """Drop the gradients after an optimizer step. Gather weights that this rank keeps and other ranks updated."""
+        """Drop the gradients after an optimizer step. Gather this rank's weights that were updated on other ranks."""
 
     def share(self, optimizer: Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}

@@ -89,7 +89,7 @@ class Endpoint:
             name, value = next(iter(call.shaping.items()))
             of_run = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
             raise BadRequest(
-                f"{name} is {value!r} in the request, but {of_run!r} in this run: tokens sampled with other settings "
+                f"{name} is {value!r} in the request, but {of_run} in this run: tokens sampled with other settings "
                 "would bias the update. Leave the parameter out, or set `agent_sampling: untrained` in the recipe. "
                 "Then the endpoint answers the request, and the run doesn't train on the answer.",
                 code="sampling_settings",

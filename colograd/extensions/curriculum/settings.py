@@ -41,8 +41,8 @@ class Schedule:
             points = sorted((int(step), float(number)) for step, number in given)
             if all(step >= 0 and not math.isnan(number) for step, number in points):
                 return cls(tuple(points))
-        form = "{0: 1.0, 200: 0.2}"
-        raise ValueError(f"{name} is {value!r}, but must be a number, or numbers by optimizer step from 0 on: {form}.")
+        rule = "must be a number, or a mapping from optimizer steps (0 or more) to numbers: {0: 1.0, 200: 0.2}"
+        raise ValueError(f"{name} is {value!r}, but {rule}.")
 
     def at(self, step: int) -> float:
         before, low = self.points[0]

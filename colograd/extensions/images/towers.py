@@ -34,7 +34,7 @@ def see_both_ways(model_config: Any) -> str:
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return ids of media placeholders that transformers always embeds as padding, but vLLM embeds normally in text."""
+    """Return ids of media placeholders. transformers embeds them as padding in text, vLLM as the token itself."""
     kinds = ("image", "video", "audio") if getattr(model_config, "model_type", None) == "gemma4" else ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in kinds)
     return tuple(int(token) for token in found if token is not None)
