@@ -3,16 +3,16 @@
 colograd eval MODEL --tasks gsm8k ifeval [--limit ROWS] [--json FILE] [--completions FILE] [--any_flag value]
 torchrun --nproc-per-node 8 -m colograd.apps.cli eval MODEL --tasks aime24@16 mmlu
 
-MODEL is a folder or Hub id, a checkpoint-N, or a run's folder (its saved model, or a newer checkpoint). An adapter is
-first merged into a copy of its base. --tasks takes names of tasks, groups and tags of the harness, and YAML files.
+MODEL is a folder or Hub id, a checkpoint-N, or a run's folder (its saved model, or a newer checkpoint). An adapter in
+a folder is merged into a copy of its base. --tasks takes names of tasks, groups and tags of the harness, or YAML files.
 `name[:100]` takes the first 100 rows, `name@4` samples 4 completions per question. --include-path DIR adds YAML files.
 
 --temperature, --top-p and --max-tokens apply to all tasks. --limit applies to tasks without a range such as `[:100]`.
 --chat-template true applies the chat template to all questions, false to none. By default it is applied to questions
-with sampled answers, if the model has a template. --json writes the results to FILE after each task. --resume skips
-tasks that have results in FILE. --completions writes each question with its metrics (JSON lines). Other flags set the
-engine and the prompts, such as --dtype, --seed, --vllm_tensor_parallel_size or --chat_template_kwargs.enable_thinking
-false. Exit status 2 means an error.
+with sampled answers, if the model has a template. --json writes the results to FILE after each name in --tasks.
+--resume skips the names that FILE has. --completions writes a JSON line per completion, or per scored question. Other
+flags set the engine and the prompts, such as --dtype, --seed, --vllm_tensor_parallel_size or
+--chat_template_kwargs.enable_thinking false. Exit status 2 means an error.
 """
 
 from __future__ import annotations

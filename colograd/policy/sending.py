@@ -1,4 +1,4 @@
-"""Copies of small tensors from host memory to the device, and differentiable sums over tensor-parallel ranks."""
+"""Copies of small tensors from host memory to the device, and differentiable sums over a group of ranks."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a request's Host header can be a name of this server, which listens at ``served``.
+    """Return whether a request's Host header is localhost, ``served``, or an IP address that this server may have.
 
     By DNS rebinding a script of another website can reach this server. The Host header then names that website.
     """

@@ -1,7 +1,7 @@
 """Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
 
-A checkpointed layer saves only its input. This input is copied to the host while later layers run. It is copied
-back during the backward of the layer above it. So the device holds the inputs of only a few layers."""
+A checkpointed layer saves only its input. The input of layer n is copied to the host while later layers run, and
+back during the backward of layer n + 1. So the device holds the inputs of only a few layers."""
 
 from __future__ import annotations
 
