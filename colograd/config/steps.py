@@ -134,8 +134,7 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Return the optimizer steps per generation, at least 1.
-        If TRL would generate several times in one step, return 1. Colograd samples the whole step in one generation."""
+        """Return the optimizer steps per generation: 1 if TRL would generate several times in one step."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule = f"gradient_accumulation_steps ({whole})"
