@@ -187,7 +187,7 @@ def _parsed(thing: Any) -> ast.Module:
 
 
 def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> RewardError:
-    line, traceback = outcome.value
+    line, traceback = outcome.value[0].removesuffix("."), outcome.value[1]
     where = f" ({place})" if (place := place_in(traceback)) else ""
     of_messages = isinstance(group.example["prompt"], list) and TAKEN_FOR_TEXT.match(line)
     hint = (

@@ -127,7 +127,7 @@ def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     train, test = load(dataset_name=str(tmp_path / "two"))
     assert test is not None and test["answer"][:] == [2]
     (tmp_path / "rows.txt").touch()
-    with pytest.raises(ValueError, match=r"ends in '\.txt': convert the file to one of"):
+    with pytest.raises(ValueError, match=r"ends in '\.txt': convert the file to \.json"):
         load(dataset_name=str(tmp_path / "rows.txt"))
 
 
@@ -153,7 +153,7 @@ def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
         load(datasets=[parts[0], {"path": str(tmp_path / "b.jsonl")}])
     with pytest.raises(ValueError, match="set a positive number in every entry"):
         load(datasets=[parts[0], parts[1] | {"fraction": "2"}])
-    with pytest.raises(ValueError, match="a streamed dataset has no length"):
+    with pytest.raises(ValueError, match="a stream has no length"):
         load(datasets=parts, streaming=True)
     with pytest.raises(ValueError, match="test_split_size is 2, but a streamed mixture"):
         load(datasets=parts, streaming=True, test_split_size=2)

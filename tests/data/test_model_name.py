@@ -45,7 +45,7 @@ def test_what_can_only_be_a_folder_is_never_looked_up(name: str, monkeypatch: py
 def test_without_a_connection_two_short_attempts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, httpx.ConnectError("Name or service not known"))
     with pytest.raises(
-        ValueError, match=f"'owner/name' is {COMMON}.*can't be reached: Name or service.* Set model_name"
+        ValueError, match=f"'owner/name' is {COMMON}.*can't be reached: Name or service.* Name a folder"
     ):
         hub.check_model_name("owner/name", revision="v2")
     assert len(asked) == hub.ATTEMPTS == 2 and all(url.endswith("owner/name/resolve/v2/config.json") for url in asked)

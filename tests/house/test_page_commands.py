@@ -44,7 +44,7 @@ def commands() -> Iterator[tuple[str, str]]:
             yield from ((page.name, line) for line in text.replace("\\\n", " ").splitlines())
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for code in re.findall(r"`([^`]+)`", prose):
-            words = code.split()
+            words = code.split() or [""]
             # Others are names (`colograd show`), or parts of a command (`torchrun --nnodes`).
             is_part = words[0] in ("torchrun", "accelerate") and "--config" not in words
             if (len(words) > 2 or words[0] == "sbatch") and not is_part and not re.search(r"[|\[]", code):

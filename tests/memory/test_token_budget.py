@@ -182,7 +182,7 @@ def test_the_rest_of_the_round_is_packed_again_too() -> None:
 
 def test_a_completion_that_does_not_fit_alone_is_the_end() -> None:
     step = make_step((10, 20, 30), rules=dataclasses.replace(RULES, max_tokens=1))
-    with pytest.raises(torch.OutOfMemoryError, match=r"doesn't fit \(40 tokens; the reason\): set gradient_check"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"fit in memory \(40 tokens; the reason\): set gradient_check"):
         token_budget.back_off(RULES, [step], "the reason")
 
 

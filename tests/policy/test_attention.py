@@ -176,7 +176,7 @@ ONE = SegmentLayout((4,), ((),))
 
 def test_more_than_one_row_is_refused() -> None:
     query, key, value = (x.expand(2, -1, -1, -1) for x in random_qkv(4))
-    with pytest.raises(ValueError, match=r"takes one row, not 2: pass \(1, T\) input ids"):
+    with pytest.raises(ValueError, match=r"takes one row, not 2: pass input ids of shape \(1, tokens\)"):
         attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=ONE)
 
 

@@ -126,7 +126,7 @@ def test_a_step_s_losses_are_read_once_when_all_is_on_its_way(monkeypatch: pytes
         agree = staticmethod(lambda what: contextlib.nullcontext())
         backward = staticmethod(torch.Tensor.backward)
 
-    with pytest.raises(FloatingPointError, match="The loss of step 5, micro-batch 1 is nan"):
+    with pytest.raises(FloatingPointError, match="The loss of step 5, micro-batch 2 is nan"):
         run = lambda row: LossOutput(weight * next(values), {}, {}, {})  # noqa: E731
         loss_pass(step, run, contextlib.nullcontext, Alone())  # type: ignore[arg-type]
     assert reads == [3] and next(values, None) is None

@@ -40,7 +40,7 @@ def test_a_run_trains_with_the_strategy_of_an_import_path(tiny_model, tmp_path, 
     [
         ("test_own_strategy:Missing", "sharding .* has no attribute 'Missing'"),
         ("pathlib:Path", "isn't a class derived from colograd.sharding.ShardingStrategy: derive it"),
-        ("colograd.sharding:ShardingStrategy", "a class without the method [a-z_]+: define it"),
+        ("colograd.sharding:ShardingStrategy", "a class without the method `[a-z_]+`: define it"),
     ],
 )
 def test_another_class_is_refused(path, message, tmp_path) -> None:

@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path, capfd: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], r"--step is missing, but must be an optimizer step"),
+        ([], r"--step is missing, but must be a step of the run"),
         (["--step", "0"], r"--step is 0, but must be"),
         (["--step", "x"], r"argument --step: invalid int value: 'x'"),
         (["--step", "3", "--to", "2"], r"--to is 2, but must be at least --step \(3\): raise it"),

@@ -235,7 +235,7 @@ def test_a_taken_port_and_a_file_are_one_clear_error(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["watch", str(tmp_path), "--port", str(server.server_port)]) == 2
-    assert "--port 0" in capsys.readouterr().err
+    assert "choose another --port (0: a free one)" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["watch", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err

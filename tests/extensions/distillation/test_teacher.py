@@ -311,7 +311,7 @@ def test_a_teacher_that_can_t_score_the_policy_s_tokens_is_refused(tiny_model, t
     with pytest.raises(ValueError, match="no/such"):
         check_teacher(policy, made(tmp_path, "./no/such"))
     check_teacher_context(made(tmp_path, large), policy, 256)
-    with pytest.raises(ValueError, match=r"may have 257 tokens, but teacher .* reads 256"):
+    with pytest.raises(ValueError, match=r"may have 257 tokens, but teacher .* reads at most 256"):
         check_teacher_context(made(tmp_path, large), policy, 257)
 
 

@@ -219,7 +219,7 @@ def test_a_model_that_fails_is_named(config) -> None:
             return SimpleNamespace(logits=torch.zeros(3, 2))
 
     (model,) = with_models(Broken(), tiny.make_tokenizer(), config)
-    with pytest.raises(RewardError, match=r"'Broken', prompt 4: it raised .*logits of shape \(3, 2\) for 3 texts"):
+    with pytest.raises(RewardError, match=r"'Broken', prompt 4: it raised .*logits of shape \(3, 2\), not \(3, 1\)"):
         Scorer(resolve_rewards([model], None)).submit([make_group(4)], [["1", "2", "3"]]).result()
 
 

@@ -81,8 +81,8 @@ def test_conversations_become_what_trl_makes_of_them() -> None:
 @pytest.mark.parametrize(
     ("prompt", "count", "said"),
     [
-        (WITH_PLACE, 2, r"1 place\(s\) for images .* 2 image\(s\)"),
-        (WITH_PLACE, 0, r"1 place\(s\) for images .* 0 image\(s\)"),
+        (WITH_PLACE, 2, r"has 1 \{.type.: .image.\} part\(s\) .* 2 image\(s\)"),
+        (WITH_PLACE, 0, r"has 1 \{.type.: .image.\} part\(s\) .* 0 image\(s\)"),
         ("text", 1, "plain text, but images need a conversation"),
     ],
 )

@@ -70,7 +70,7 @@ def test_another_optimizer_s_state_and_another_s_place_are_refused(tiny_model: P
     other = AdamWSplit(model.parameters(), **SETTINGS)
     give_gradients(model, 0)
     other.step()
-    with pytest.raises(ValueError, match=r"of a matrix has step, exp_avg, .* but muon needs momentum_buffer"):
+    with pytest.raises(ValueError, match=r"of a matrix has step, exp_avg, .* but `optim: muon` needs momentum_buffer"):
         made(model).load_state_dict(other.state_dict())
     config = tiny.config(tmp_path, optim="muon", model_init_kwargs=None)
     assert config.policy_dtype == "bfloat16"

@@ -570,7 +570,7 @@ def undescribed(a, b):
 @pytest.mark.parametrize(
     ("tools", "factory", "said"),
     [
-        ([3], None, "a tool must be a function"),
+        ([3], None, "must list functions"),
         ([tool_cases.add, tool_cases.add], None, "two tools are called 'add'"),
         ([undescribed], None, "tool 'undescribed' can't be described to the model"),
         (["tool_cases:ad"], None, "Did you mean 'add'"),
