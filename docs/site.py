@@ -77,7 +77,7 @@ def _formula(match: re.Match[str]) -> str:
 
 
 def _parts(cell: dict[str, Any]) -> Iterator[str]:
-    """Yield a cell's source and its outputs as Markdown. Of an output in HTML only the table is taken."""
+    """Yield a cell's source and its outputs as Markdown. An output in HTML is reduced to its table."""
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         yield source
