@@ -35,7 +35,7 @@ LIMIT = 240.0  # seconds of a case
 
 
 class Unrecorded:
-    """What the device in host memory records and a GPU doesn't."""
+    """Counters that the device in host memory fills and a GPU doesn't."""
 
     def __init__(self) -> None:
         self.waits, self.races, self.kernels = Counter[Any](), Counter[Any](), Counter[str]()

@@ -346,9 +346,7 @@ def test_greedy_completions_are_the_most_probable_tokens(engine, config, prompts
     assert best.tolist() == list(rollout.completion_ids)
 
 
-def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones_start_first(
-    engine, config, monkeypatch
-) -> None:
+def test_queue_drains_in_fewer_steps_longest_first(engine, config, monkeypatch) -> None:
     """24 completions with 4 running at once. An earlier epoch recorded how long each prompt's completions get."""
     steps = []
     step = engine.core.step
@@ -374,7 +372,8 @@ def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones
     assert taken[1] < 0.9 * taken[0], taken
 
 
-def test_a_history_of_lengths_is_saved_by_rank_and_new_prompts_count_as_the_mean(tmp_path: Path) -> None:
+def test_length_history_is_saved_by_rank(tmp_path: Path) -> None:
+    """Prompts without a recorded length count as the mean."""
     history, prompts = LengthHistory(), [Prompt({}, (p,), p) for p in range(4)]
     for position, length in ((0, 10), (1, 90), (3, 20)):
         history.add(prompts[position].input, [length, length])
@@ -392,7 +391,7 @@ def test_sampling_with_weights_of_another_version_raises(engine, config, prompts
         next(engine.generate(prompts, Sampling(2, 4, 1.0, {}), version=1, seed=0))
 
 
-def test_weights_of_no_known_step_are_not_sampled_from_until_they_are_stamped(engine, config, prompts) -> None:
+def test_unstamped_weights_are_not_sampled_from(engine, config, prompts) -> None:
     engine.invalidate()
     with pytest.raises(StaleWeights, match="weights of no known step, but the trainer is at step 0"):
         next(engine.generate(prompts, Sampling(2, 4, 1.0, {}), version=0, seed=0))

@@ -69,7 +69,7 @@ def test_a_generation_needs_its_sequences_and_at_least_one() -> None:
     assert need == CacheNeed(per_token, (1000 + 2 * 128) * per_token, 65 * (1000 + 128) * per_token)
 
 
-def test_the_cache_gets_what_is_left_in_every_phase_in_which_it_exists() -> None:
+def test_cache_gets_the_least_room_of_its_phases() -> None:
     sampling = 98 - 10 - 30 - 3 - 8  # weights, optimizer, the engine's own, margin
     training = 98 - 10 - 20 - 30 - 15 - 8  # gradients and activations besides
     assert PLAN.room == pytest.approx(min(sampling, training) * GIB, rel=1e-9) and training < sampling
@@ -100,7 +100,8 @@ def test_a_plan_takes_a_cache_of_one_sequence_only_beside_training() -> None:
     assert dataclasses.replace(crowded).with_cache(CacheNeed(1, GIB, GIB)).remains("training") < 0
 
 
-def test_on_a_cpu_it_takes_a_quarter_of_what_is_free_and_one_sequence_always() -> None:
+def test_cpu_cache_takes_a_quarter_of_free_memory() -> None:
+    """One sequence always has its cache, even if it takes more."""
     assert PLAN.with_cache(CacheNeed(1, GIB, 4 * GIB), on_gpu=False).kv_bytes == 4 * GIB
     assert PLAN.with_cache(CacheNeed(1, GIB, 400 * GIB), on_gpu=False).kv_bytes == 98 * GIB // 4
     assert PLAN.with_cache(CacheNeed(1, 90 * GIB, 400 * GIB), on_gpu=False).kv_bytes == 90 * GIB
@@ -136,7 +137,7 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
     assert "more is planned" not in PLAN.table()
 
 
-def test_a_measured_budget_has_its_gradients_in_it_and_may_use_what_is_kept_free() -> None:
+def test_measured_peak_includes_gradients_and_may_use_margin() -> None:
     plan = dataclasses.replace(PLAN, kv_bytes=15 * GIB)
     assert plan.fits and plan.remains("training") == pytest.approx(0, abs=2)
     measured = plan.with_measured(tokens=8192, peak=40 * GIB)
@@ -199,7 +200,7 @@ def test_vllm_gpu_memory_utilization_overrules_the_plan(gpu: None) -> None:
     )
 
 
-def test_a_planned_cache_is_given_to_vllm_whose_own_check_of_free_memory_is_not_in_the_way() -> None:
+def test_planned_cache_bypasses_vllm_free_memory_check() -> None:
     kwargs = engine_kwargs("m", made(Cuda, vllm_enable_sleep_mode=True), torch.bfloat16, 200, 12345)
     assert kwargs["kv_cache_memory_bytes"] == 12345 and kwargs["enable_sleep_mode"]
     assert kwargs["gpu_memory_utilization"] == 0.01
@@ -208,7 +209,7 @@ def test_a_planned_cache_is_given_to_vllm_whose_own_check_of_free_memory_is_not_
     assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(on_cpu)
 
 
-def test_ranks_that_see_their_own_gpu_alone_go_without_vllm_s_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_seeing_one_gpu_disable_custom_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     config = made(Cuda)
     object.__setattr__(config, "vllm_tensor_parallel_size", 2)  # the constructor would require a second rank
     for seen, without in ((1, True), (2, False)):
@@ -259,7 +260,8 @@ def test_the_widest_generation_may_be_an_evaluation() -> None:
     assert most_sequences(config, [train, few, many]) == 200
 
 
-def test_a_cache_for_more_sequences_than_run_at_once_would_never_be_used(gpu: None) -> None:
+def test_cache_counts_only_sequences_running_at_once(gpu: None) -> None:
+    """Sequences beyond vLLM's limit of running ones would never use their cache."""
     run = described(made(Cuda), llama(), 200, 5000, 2048, True)
     assert (run.sequences, run.running) == (5000, 1024)
 

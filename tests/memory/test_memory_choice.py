@@ -51,7 +51,7 @@ def test_every_way_fits_as_much_as_the_next_or_less(qwen: Path) -> None:
         assert fits(run, strategy) == (min(plan.remains(phase) for phase in PHASES) >= 0)
 
 
-def test_a_micro_batch_that_is_to_be_measured_is_planned_no_larger_than_fits(qwen: Path) -> None:
+def test_micro_batch_before_measuring_is_planned_to_fit(qwen: Path) -> None:
     run = large.run(qwen)
     assert run.longest_rows == [PLANNED_TOKENS, 8192]
     assert large.run(qwen, length=3000).longest_rows == [PLANNED_TOKENS, 8192, 4096, 3000]
@@ -97,7 +97,7 @@ def test_auto_shards_no_adapter(qwen: Path) -> None:
     assert auto(large.run(qwen, rank=16)) == "none"
 
 
-def test_it_wants_a_cache_for_the_generation_or_a_tenth_of_the_gpu(qwen: Path) -> None:
+def test_auto_wants_generation_cache_or_tenth_of_gpu(qwen: Path) -> None:
     run = large.run(qwen)
     room = best_plan(run, "optimizer").room
     need = run.need
@@ -154,7 +154,7 @@ def test_checkpointing_knows_what_the_model_can_and_what_the_run_asks(qwen: Path
 # -- remedies
 
 
-def test_key_value_heads_that_ranks_don_t_divide_are_on_each_that_needs_them(qwen: Path) -> None:
+def test_row_ranks_count_copied_and_filler_heads(qwen: Path) -> None:
     shape = large.run(qwen).shape  # 28 heads, 4 of keys and values
     heads = {ranks: shape.on_row_ranks(ranks) for ranks in (1, 2, 4, 8, 14, 28)}
     of_keys = {ranks: found.keys // shape.head for ranks, found in heads.items()}
@@ -162,7 +162,7 @@ def test_key_value_heads_that_ranks_don_t_divide_are_on_each_that_needs_them(qwe
     assert heads[8].queries // shape.head == 32 and heads[28].queries == shape.queries
 
 
-def test_a_cache_that_has_no_room_is_told_beside_a_training_that_has(qwen: Path) -> None:
+def test_cache_without_room_is_reported_beside_fitting_training(qwen: Path) -> None:
     run = large.run(qwen)
     plan = best_plan(run, "gradients")
     full = large.changed(run, length=1_000_000)

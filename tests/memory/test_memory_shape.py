@@ -36,7 +36,7 @@ def test_a_shape_is_read_from_the_configuration() -> None:
     assert (Shape.of(plain).queries, Shape.of(plain).keys) == (64, 64)
 
 
-def test_an_engine_s_ranks_have_a_part_of_each_layer_and_a_key_head_at_least() -> None:
+def test_engine_ranks_split_each_layer_repeating_key_heads() -> None:
     shape = Shape.of(LlamaConfig(**LLAMA))
     two, four = shape.split(2), shape.split(4)
     assert (two.keys, four.keys) == (HEAD, HEAD), "two key heads on four ranks: each is there twice"

@@ -285,7 +285,7 @@ def train(model: Path, folder: Path, dies_above: int | None, **changes: Any) -> 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("round_of", [1, 2], ids=["on-policy", "rounds of several steps"])
-def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(
+def test_step_out_of_memory_repeats_with_same_result(
     tiny_model: Path, tmp_path: Path, round_of: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"steps_per_generation": round_of, "num_iterations": round_of, "max_steps": round_of**2}

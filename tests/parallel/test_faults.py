@@ -126,10 +126,10 @@ def test_a_signal_reaches_waiting_ranks() -> None:
 def test_one_rank_watches_nobody() -> None:
     @ends_together("training")
     def body() -> str:
-        """What it does."""
+        """Return a word."""
         return "done"
 
-    assert body() == "done" and body.__doc__ == "What it does." and faults._present is None
+    assert body() == "done" and body.__doc__ == "Return a word." and faults._present is None
     faults.leave()
 
 

@@ -45,7 +45,7 @@ def test_other_names_and_layouts_are_found_and_proved(model_type: str, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted({*decoder_families.model_types()} - {*BROKEN}))
 def test_a_family_is_trained_or_refused_in_a_line(model_type: str, tmp_path: Path) -> None:
-    """What is saved loads in plain transformers and in plain vLLM, which say the same. A refusal is an error that the
+    """A saved model loads in plain transformers and in plain vLLM, which say the same. A refusal is an error that the
     command prints as a line: see `colograd.train.start`."""
     found = outcome(model_type, tmp_path)
     if found["status"] == "trained":

@@ -111,7 +111,7 @@ def test_a_row_without_a_token_in_the_loss_is_known_without_asking() -> None:
     assert output.minima == output.maxima == {}
 
 
-def test_a_step_s_losses_are_read_once_when_all_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_reads_all_losses_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three losses isn't finite. All three are computed, and one transfer reads them."""
     reads: list[int] = []
     monkeypatch.setattr(

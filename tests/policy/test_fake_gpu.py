@@ -196,7 +196,8 @@ def test_gradients_go_to_the_host_while_the_backward_goes_on(name: str, cases: C
 
 @needs("offload")
 @pytest.mark.slow  # test_host_cuda.py runs it with values
-def test_a_model_that_a_gpu_has_no_room_for_trains_with_all_that_can_be_on_the_host(cases: Cases) -> None:
+def test_model_too_large_for_gpu_trains_from_host(cases: Cases) -> None:
+    """Keeps on the host all that can be there."""
     case = found(cases, "all_on_host")
     assert case["waits"] == [] and case["products"] == ["bfloat16"]
     check_plan(case)

@@ -61,7 +61,7 @@ IS_LONG = RANKS // 2 <= RANK
 
 
 class Events:
-    """What happened when, by the clock that all ranks of a machine share."""
+    """Events with their times, by the clock that all ranks of a machine share."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.kept = run, list[list[Any]]()

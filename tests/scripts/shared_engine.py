@@ -46,7 +46,7 @@ Groups = Sequence[Group]
 
 
 class Cases:
-    """What is led; each returns groups."""
+    """Cases that one rank leads; each returns groups."""
 
     def __init__(self, engine: VLLMEngine, tokenizer: Any) -> None:
         self.engine, self.tokenizer = engine, tokenizer

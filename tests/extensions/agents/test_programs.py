@@ -51,7 +51,7 @@ def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, 
 
 
 @pytest.mark.parametrize("command", ["node agent.js", "./agent.sh", "python -m my.agent", "agent.sh"])
-def test_a_line_with_arguments_or_a_folder_and_a_program_on_path_are_commands(
+def test_command_lines_and_programs_on_path_are_accepted(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "agent.sh").touch(mode=0o755)
@@ -140,7 +140,8 @@ def test_a_command_that_ends_leaves_no_child_that_keeps_its_output_open() -> Non
     assert program.future.result(tiny.PATIENCE).value == 1
 
 
-def test_a_stopped_async_function_is_cancelled_and_a_blocked_one_holds_up_nobody() -> None:
+def test_a_stopped_async_function_is_cancelled() -> None:
+    """A function that blocks delays no other."""
     begun, gate = threading.Event(), threading.Event()
 
     async def waits() -> None:

@@ -126,7 +126,7 @@ def test_each_sampled_token_of_random_sessions_is_there_once() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied keys", "keys in place"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "gemma2", "qwen3_5", "granitemoehybrid", "lfm2"])
-def test_gradients_of_a_packed_tree_are_those_of_its_branches_as_rows_of_their_own(family: str, in_place: bool) -> None:
+def test_packed_tree_has_the_gradients_of_separate_branches(family: str, in_place: bool) -> None:
     if in_place and family not in ("llama", "qwen3_moe", "qwen3_5"):
         pytest.skip("windows, sinks and caps copy keys, and layers without attention have none")
     model = row_cases.make((row_cases.PACKED | row_cases.RECURRENT)[family])

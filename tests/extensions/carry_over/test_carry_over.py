@@ -82,9 +82,8 @@ def logprobs_of(model: Any, rollout: Rollout) -> torch.Tensor:
 
 
 @pytest.mark.engine
-def test_each_token_is_sampled_once_by_the_weights_that_it_names_and_a_cut_run_has_the_same_bits(
-    tiny_model: Path, tmp_path: Path, closing: Any
-) -> None:
+def test_tokens_are_sampled_once_by_their_named_version(tiny_model: Path, tmp_path: Path, closing: Any) -> None:
+    """A run that is cut and resumed has the same bits."""
     run = tmp_path / "run"
     trainer = closing(Observed(str(tiny_model), tiny.vowels, tiny.config(run, **tiny.CARRYING), tiny.prompts()))
     trainer.train()
@@ -182,9 +181,7 @@ def length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_the_mean_reward_for_length_is_the_synchronous_runs_within_its_seeds_spread(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_mean_length_reward_matches_the_synchronous_run(tiny_model: Path, tmp_path: Path) -> None:
     """A trainer that took the first completions and dropped the others would have lower rewards."""
     settings = tiny.CARRYING | {"max_steps": 40, "save_strategy": "no", "journal": "off", "learning_rate": 1e-3}
     means: dict[float | None, list[float]] = {}
@@ -259,7 +256,7 @@ def test_what_is_in_flight_is_saved_and_shared_out_among_other_ranks(tmp_path: P
         return dataclasses.replace(new, rollouts=(ended, *begun[1:]))
 
     def shown(groups: Sequence[Group]) -> list[Any]:
-        """What a group in flight consists of, because tensors have no equality."""
+        """Return each rollout's values in comparable form, because tensors have no equality."""
         return [
             (g.position, r.completion_ids, r.sampler_logprobs.tolist(), r.finish_reason, r.policy_version, r.riders)
             for g in groups

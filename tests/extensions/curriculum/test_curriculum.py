@@ -88,7 +88,8 @@ def test_rounds_are_shared_out_among_datasets_by_a_schedule() -> None:
     assert {*counts} <= {1, 2} and sum(counts) == pytest.approx(0.3 * 320, abs=12)
 
 
-def test_rounds_are_mixed_by_pass_rate_and_filled_where_a_level_has_too_few() -> None:
+def test_rounds_mix_levels_by_pass_rate() -> None:
+    """Prompts of other levels fill a round where a level has too few."""
     made = state(100, shares={"hard": 0.5, "medium": 0.25, "new": 0.25})
     rates = {0: 0.0, 1: 0.5, 2: 0.9}
     first = draw(made, 25, lambda row: rates[row % 3])
@@ -112,7 +113,9 @@ def order(made: Any, rank: int = 0, ranks: int = 1) -> Any:
     return made
 
 
-def test_any_number_of_ranks_draws_the_same_and_a_loaded_record_goes_on_alike() -> None:
+def test_draws_are_equal_on_any_number_of_ranks() -> None:
+    """A loaded record continues with the same draws."""
+
     def rate(row: int) -> float:
         return (row % 5) / 4
 

@@ -40,7 +40,8 @@ def test_a_run_with_a_curriculum_resumes_bit_for_bit(tiny_model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_two_ranks_resume_bit_for_bit_and_begin_with_the_prompts_of_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_resume_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
+    """Two ranks begin with the prompts of one."""
     of_two, of_one = tmp_path / "two", tmp_path / "one"
     of_two.mkdir()
     of_one.mkdir()

@@ -409,9 +409,7 @@ def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, e
 
 
 @pytest.mark.parametrize("tiles", [(3, 100), (8192, 258)])
-def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
-    tiny_model, tmp_path, large, monkeypatch, tiles
-) -> None:
+def test_top_k_divergence_equals_a_plain_computation(tiny_model, tmp_path, large, monkeypatch, tiles) -> None:
     """All other tokens count as one token. The divergence is below the exact one, and close if they are rare."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     policy, k = policy_of(tiny_model, tmp_path), 40

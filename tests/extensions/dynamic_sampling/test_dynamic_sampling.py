@@ -71,7 +71,7 @@ def positions(groups: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_a_step_trains_depends_on_the_order_of_drawing_and_not_of_finishing(seed: int) -> None:
+def test_trained_groups_depend_on_drawing_order_alone(seed: int) -> None:
     flat = {1, 2, 5, 6, 101, 104, 106}
     stages = Made(flat, seed)
     drawn = stages.draw()
@@ -149,7 +149,8 @@ def half(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float
 
 
 @pytest.mark.engine
-def test_every_step_trains_all_of_its_groups_and_a_resumed_run_draws_the_same(tiny_model: Path, tmp_path) -> None:
+def test_every_step_trains_all_of_its_groups(tiny_model: Path, tmp_path) -> None:
+    """A resumed run draws the same prompts and ends with the same weights."""
     runs = []
     for resumed in (False, True):
         folder = tmp_path / str(resumed)

@@ -14,7 +14,7 @@ def config(**changes: Any) -> GRPOConfig:
     return GRPOConfig(**({"output_dir": "unused", "report_to": "none"} | changes))
 
 
-def test_the_coefficient_of_the_routers_is_the_configurations_or_else_the_models_own() -> None:
+def test_router_coefficient_defaults_to_the_models_own() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     from colograd.policy.loading import Policy

@@ -80,9 +80,8 @@ def train_and_compare(trainer: GRPOTrainer) -> list[int]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["qwen3_moe"]))
-def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
-    family: str, models, tmp_path: Path, closing, tried
-) -> None:
+def test_a_mixture_trains_in_the_engines_memory(family: str, models, tmp_path: Path, closing, tried) -> None:
+    """A saved mixture has the engine's log-probabilities, in plain transformers and in plain vLLM."""
     trainer = closing(build(models[family], tmp_path))
     assert isinstance(trainer.weights, SharedWeights)
     apart = {part.name.rpartition(".")[2] for part, _ in trainer.weights.copied}
@@ -143,9 +142,8 @@ def test_an_adapter_on_experts_is_merged_on_its_way(family: str, models, tmp_pat
 
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["qwen3_moe"]))
-def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_reference(
-    family: str, models, tmp_path: Path, closing, tried
-) -> None:
+def test_an_attention_adapter_is_merged_on_a_cpu(family: str, models, tmp_path: Path, closing, tried) -> None:
+    """The base below the adapter is the reference model."""
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = closing(build(models[family], tmp_path, adapter, beta=0.1, learning_rate=1e-2))
     assert "on a CPU vLLM has no experts beside a LoRA" in trainer.weights.describe()

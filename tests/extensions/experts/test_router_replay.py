@@ -143,7 +143,7 @@ def test_recorded_experts_are_used_whatever_the_router_prefers(family: str) -> N
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_its_own_choice_replayed_or_nothing_told_is_as_if_nothing_were_replayed(family: str) -> None:
+def test_own_or_unknown_experts_change_no_logprobs(family: str) -> None:
     model = model_of(family)
     row = row_with(model, lambda tokens, layers: torch.full((tokens, layers, 2), UNKNOWN, dtype=torch.int8))
     plain, used = choices(model, dataclasses.replace(row, riders=()))
@@ -235,7 +235,8 @@ def test_settings_name_it_where_it_is_on_alone(tmp_path: Path) -> None:
     assert settings_of(tiny.config(tmp_path, router_replay=True), ["reward"])["router_replay"] is True
 
 
-def test_a_conversation_has_the_experts_of_its_last_turn_and_of_tokens_behind_it_none() -> None:
+def test_a_conversation_has_its_last_turns_experts() -> None:
+    """Tokens behind the last turn have no known experts."""
     whole = random_experts(9, 2)
     found = RoutedExperts.of_turns([(RoutedExperts(whole[:6], whole[6:]), 5), (None, 2)], 4)
     assert torch.equal(found.prompt, whole[:4]) and torch.equal(found.completion[:5], whole[4:])

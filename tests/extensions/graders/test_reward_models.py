@@ -193,7 +193,8 @@ def test_rows_are_routed_by_none_between_functions_of_every_kind(config, workers
     assert rewards[:, 2].tolist() == pytest.approx(model(prompts, ["1", "2", "33"]), rel=1e-5)
 
 
-def test_everything_that_waits_for_a_model_is_scored_at_once_and_what_was_dropped_is_not(config, monkeypatch) -> None:
+def test_pending_completions_are_scored_in_one_call(config, monkeypatch) -> None:
+    """Cancelled completions are not scored."""
     (model,) = with_models(make_classifier(), tiny.make_tokenizer(), config)
     calls: list[int] = []
     scorer = Scorer(resolve_rewards([model], None), timeout=1e-6)  # for functions, which may hang: not for models

@@ -90,7 +90,8 @@ def test_where_sizes_don_t_tell_each_row_is_processed(wrong: Any, monkeypatch: p
     assert "train: images: the processor can't compute" in told[0]
 
 
-def test_long_rows_are_dropped_and_the_others_read_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept rows are read when they are asked for."""
     rules = rules_of(tiled, limit=40)
     seen = counting(rules, monkeypatch)
     prompts = tokenize_prompts(rows(), rules)
@@ -136,7 +137,7 @@ def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("family", "written"), [("idefics3", "<image>"), (GEMMA, "<start_of_image>")])
-def test_an_image_token_in_a_text_is_found_at_start_with_its_row(family: str, written: str) -> None:
+def test_a_surplus_image_token_is_found_at_start(family: str, written: str) -> None:
     """Images are processed when training starts. A surplus image token is an error at start, with the row's number."""
     rules = rules_of(tiny_images.PROCESSORS[family], family)
     assert rules.reader is not None
@@ -156,7 +157,7 @@ def test_a_rowless_token_beside_an_image_is_refused() -> None:
         rules.reader.count(row, {}, "train, row 7")
 
 
-def test_rows_are_proved_with_an_image_though_only_a_late_one_has_any() -> None:
+def test_proof_prompts_include_the_only_image() -> None:
     rules = rules_of(tiny_images.gemma3_processor, GEMMA)
     assert rules.reader is not None
     prompt = [{"role": "user", "content": "u"}]

@@ -111,7 +111,8 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
         assert in_rgb(given, "row").size == (20, 40) and in_rgb(given, "row").tobytes() == column.tobytes()
 
 
-def test_a_prompt_has_the_tokens_of_its_images_and_one_placeholder_each_for_the_engine() -> None:
+def test_a_prompt_has_the_tokens_of_its_images() -> None:
+    """The engine's tokens have one placeholder per image."""
     model, tokenizer = tiny_images.random_model("gemma3_vl")
     reader = ImageReader(tiny_images.gemma3_processor(tokenizer), model.config.image_token_id)
     row = {"prompt": [{"role": "user", "content": "two"}], "images": [tiny_images.picture(1), tiny_images.picture(2)]}

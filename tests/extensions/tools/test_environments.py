@@ -161,7 +161,7 @@ def test_a_tool_that_is_declared_may_use_a_connection_that_was_opened_in_the_mai
     assert "SQLite objects created in a thread" in told
 
 
-def test_a_tool_that_fails_for_want_of_the_main_thread_runs_there_from_its_next_call_on() -> None:
+def test_tool_needing_main_thread_moves_there_after_failure() -> None:
     calls = []
 
     def counted(a: int, b: int) -> int:
@@ -215,7 +215,8 @@ def test_a_call_in_the_main_thread_that_nobody_asks_for_never_runs() -> None:
     assert begun[0].future.cancelled() and box.outcome(begun[0]).kind == "raised"
 
 
-def test_a_list_is_shown_as_text_and_stays_a_list_for_the_rewards() -> None:
+def test_returned_list_is_text_only_to_the_model() -> None:
+    """Reward functions get the list itself."""
     box = Toolbox([tool_cases.rows])
     session, _ = box.open({})
     begun = box.call(session, [call("rows", 1, 2)])
@@ -285,7 +286,7 @@ def test_an_environment_whose_call_nobody_waits_for_is_not_used_again() -> None:
     assert session.stuck and box.open({})[0] is not session
 
 
-def test_an_environment_that_is_declared_is_made_in_the_main_thread_and_keeps_its_order() -> None:
+def test_declared_environment_keeps_call_order_in_main_thread() -> None:
     box = Toolbox(None, tool_cases.Alarmed, main_thread=["Alarmed"], timeout=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -330,7 +331,7 @@ class Mixed:
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_an_environment_stays_in_its_thread_and_a_warning_says_what_it_lacks(declared: bool) -> None:
+def test_environment_keeps_its_thread_and_warning_names_setting(declared: bool) -> None:
     Mixed.made.clear()
     box = Toolbox(None, {"mixed": Mixed, "counter": Counter}, main_thread=["mixed"] if declared else [])
     session, beginning = box.open({"environment": "mixed"})
@@ -346,7 +347,9 @@ def test_an_environment_stays_in_its_thread_and_a_warning_says_what_it_lacks(dec
 
 
 @pytest.mark.parametrize("method", ["reset", "get_reward"])
-def test_a_method_that_the_model_does_not_see_raises_and_is_warned_of(method: str) -> None:
+def test_hidden_method_needing_main_thread_raises_and_warns(method: str) -> None:
+    """Methods `reset` and `get_reward` are no tools of the model."""
+
     class Bound(Counter):
         pass
 
@@ -594,7 +597,7 @@ def test_only_text_is_shown() -> None:
 
 
 @pytest.mark.slow
-def test_a_tool_that_hangs_on_one_rank_costs_its_deadline_and_no_rank_hangs(tmp_path: Path) -> None:
+def test_hanging_tool_on_one_rank_only_times_out(tmp_path: Path) -> None:
     template = tmp_path / "tools.jinja"
     template.write_text(tiny.TOOL_TEMPLATE)
     model = tiny.make_model(tmp_path / "talker", context=512)

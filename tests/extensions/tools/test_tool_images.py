@@ -79,7 +79,8 @@ def test_an_answer_has_the_tokens_that_trl_gives_it(form: ToolFormat) -> None:
             assert answer.images.engine_ids.count(token) == len(answer.images.pictures)
 
 
-def test_an_image_token_that_a_tool_wrote_is_a_token_but_not_beside_a_picture(form: ToolFormat) -> None:
+def test_tool_written_image_token_is_refused_beside_picture(form: ToolFormat) -> None:
+    """Text without a picture keeps the image token as an ordinary token."""
     message = {"role": "tool", "name": "look", "content": "an <image> token"}
     answer = form.answer([message])
     assert answer.images is None and answer.ids.count(form.reader.image_token) == 1
@@ -89,8 +90,8 @@ def test_an_image_token_that_a_tool_wrote_is_a_token_but_not_beside_a_picture(fo
 
 
 @image_cases.needs("torchvision")
-def test_the_template_of_qwen3_vl_writes_pictures_and_that_of_qwen2_5_vl_no_calls() -> None:
-    """Chat templates as shipped with TRL."""
+def test_qwen3_vl_template_writes_pictures_of_tool_answers() -> None:
+    """Chat templates as shipped with TRL. Qwen2.5-VL's doesn't write tools' calls and is refused."""
     import trl
 
     model, processor = processor_of("qwen3_vl")
@@ -120,7 +121,8 @@ def test_a_template_must_write_the_parts_of_tools_answers(form: ToolFormat) -> N
         ToolFormat(processor.tokenizer, {}, ImageReader(processor, form.reader.image_token))
 
 
-def test_a_picture_that_cannot_be_shown_is_told_to_the_model_and_once_to_the_user() -> None:
+def test_rejected_picture_becomes_an_error_and_a_warning() -> None:
+    """Tells the error to the model and warns the user once."""
     box = Toolbox([look])
     messages = [{"role": "tool", "name": "look", "content": of} for of in (look(1, 2), "text")]
     with pytest.warns(UserWarning, match=r"what tool 'look' returned can't be shown \(too small\)"):
@@ -130,7 +132,7 @@ def test_a_picture_that_cannot_be_shown_is_told_to_the_model_and_once_to_the_use
     box.close()
 
 
-def test_a_picture_that_cannot_be_read_is_told_to_the_user_once_per_tool() -> None:
+def test_unreadable_picture_warns_once_per_tool() -> None:
     box = Toolbox([look])
     call = RunningCall("look", Future())
     call.future.set_result(Outcome("value", [{"type": "image", "image": "/nowhere.png"}], 0.0))
@@ -169,7 +171,8 @@ def test_what_cannot_be_shown_is_told_to_the_model() -> None:
     assert answer_content(Outcome("value", [1, {"type": "image"}], 0.0), images=True) == [1, {"type": "image"}]
 
 
-def test_a_placeholder_that_was_written_is_no_pictures_in_what_the_engine_gets() -> None:
+def test_written_placeholders_are_replaced_for_the_engine() -> None:
+    """Stand-ins keep the engine from seeing a picture in each of them."""
     told = Images("d", (8, 90, 9), ("picture",), {}, (1, 2), placeholder=90)
     first = ModelInput((90, 5))
     read = first.followed_by([90, 6]).followed_by((8, 90, 90, 9), told).followed_by([90])
@@ -403,7 +406,7 @@ def test_an_environment_shows_pictures_in_the_prompt_and_in_answers(trained: Any
 
 
 @pytest.mark.engine
-def test_a_picture_behind_an_image_token_that_was_written_is_where_it_belongs(trained: Any) -> None:
+def test_picture_after_written_image_token_keeps_its_place(trained: Any) -> None:
     """The engine's prompt log-probabilities equal the trainer's, although vLLM sees a picture in any placeholder."""
     trainer = trained[0]
     (group,) = written(trained, Toolbox([look]), "look")[1:2]
