@@ -8,7 +8,8 @@ nested stage only. Wall seconds are the main thread's; processor seconds are all
 The first start on a machine reads files that aren't in memory yet: of several the quickest counts. With several ranks,
 started by torchrun, the figures are the first one's.
 
-A last line has the time from the command to the refusal of a model that can't be trained, with all imports before it.
+Then it prints the time from the command to the refusal of a model that can't be trained, with all imports before it,
+and counts: forwards of the measured start, captures and page-locked bytes of a planned one on a GPU.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
+LARGE = ROOT / "recipes" / "grpo_qwen_32b_h200.yaml"
+QWEN_32B = {
+    "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064, "max_position_embeddings": 32768,
+    "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 # module that calls a timed function -> function -> stage
 STAGES = {
@@ -71,6 +79,7 @@ class Clock:
 
     def __init__(self, begun: float) -> None:
         self.seconds: dict[str, list[float]] = {}
+        self.counts: Counter[str] = Counter()
         self._open = [OTHER]
         used = resource.getrusage(resource.RUSAGE_SELF)
         self._wall, self._processor = time.time(), used.ru_utime + used.ru_stime
@@ -122,6 +131,8 @@ class Wrapping(importlib.abc.MetaPathFinder):
                     setattr(holder, attribute, self.wrapped(getattr(holder, attribute), stage))
             if name == "colograd.rollout.sampler":
                 module.Sampler.generate = self.ends
+            if name == "colograd.trainer":
+                count_forwards(self.clock.counts)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -133,6 +144,19 @@ class Wrapping(importlib.abc.MetaPathFinder):
                 return function(*args, **kwargs)
 
         return timed
+
+
+def count_forwards(counts: Counter[str]) -> None:
+    """Count forwards of transformers' models (the policy) and of vLLM's (the engine), by device."""
+    import torch
+
+    def count(module: torch.nn.Module, arguments: Any) -> None:
+        package, name = type(module).__module__.partition(".")[0], type(module).__name__
+        for whose, of, end in (("policy", "transformers", "Model"), ("engine", "vllm", "ForCausalLM")):
+            if package == of and name.endswith(end):
+                counts[f"forwards of the {whose} on the {next(module.parameters()).device.type}"] += 1
+
+    torch.nn.modules.module.register_module_forward_pre_hook(count)
 
 
 def time_imports(clock: Clock) -> None:
@@ -162,7 +186,7 @@ def start(out: Path, begun: float, arguments: Sequence[str]) -> None:
 
         clock.lap()
         if distributed.get_rank() == 0:
-            out.write_text(json.dumps(clock.seconds))
+            out.write_text(json.dumps({"seconds": clock.seconds, "counts": clock.counts}))
         distributed.barrier()
         os._exit(0)
 
@@ -174,8 +198,8 @@ def start(out: Path, begun: float, arguments: Sequence[str]) -> None:
     raise SystemExit("startup: the command ended without a generation")
 
 
-def measure(arguments: Sequence[str], ranks: int) -> dict[str, list[float]]:
-    """Return wall and processor seconds by stage, of one start."""
+def measure(arguments: Sequence[str], ranks: int) -> dict[str, dict[str, Any]]:
+    """Return wall and processor seconds by stage, and counts, of one start."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "stages.json")
@@ -202,6 +226,23 @@ def measure_refusal() -> list[float]:
     return [time.time() - begun, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]
 
 
+def planned() -> list[list[str]]:
+    """Return counts of a start of `LARGE` on one GPU: captures of CUDA graphs, and host memory to page-lock."""
+    from colograd.apps import plan
+    from colograd.engine.arguments import MOST_SEQUENCES, graph_sizes
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(QWEN_32B))
+        flags = ["--model_name_or_path", folder, "--gpus", "1", "--gpu-memory", "141"]
+        run = plan.described(plan.parse(["--config", str(LARGE), *flags]))
+    locked = run.sizes.gradients * run.offloads_gradients + run.sizes.optimizer * run.streams
+    captures = len(graph_sizes(MOST_SEQUENCES, run.sequences))  # its evaluation fills the engine
+    return [
+        ["captures of CUDA graphs", str(captures)],
+        ["host memory page-locked by a thread, GB", f"{locked / 1e9:.0f}"],
+    ]
+
+
 def main() -> None:
     if sys.argv[1:2] == [ONE]:
         start(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
@@ -214,13 +255,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="for the figures as JSON")
     options, rest = parser.parse_known_args()
     starts = [measure(["--config", str(options.config), *rest], options.ranks) for _ in range(options.repeats)]
-    best = min(starts, key=lambda stages: sum(processor for _, processor in stages.values()))
+    best = min((one["seconds"] for one in starts), key=lambda stages: sum(cpu for _, cpu in stages.values()))
     rows = [[name, f"{wall:.1f}", f"{cpu:.1f}"] for name, (wall, cpu) in best.items() if max(wall, cpu) >= 0.05]
     total = [sum(seconds[clock] for seconds in best.values()) for clock in (0, 1)]
     print(f"{options.config.name} on {machine()}, the quickest of {options.repeats}:\n")
     print(table(["Stage", "wall, s", "processor, s"], [*rows, ["all", *(f"{one:.1f}" for one in total)]]))
     refused = min((measure_refusal() for _ in range(options.repeats)), key=lambda seconds: seconds[1])
-    print(f"\nrefused after {refused[0]:.1f} s, {refused[1]:.1f} processor seconds")
+    print(f"\nrefused after {refused[0]:.1f} s, {refused[1]:.1f} processor seconds\n")
+    print(table(["Count of this start", ""], [[name, str(count)] for name, count in starts[0]["counts"].items()]))
+    print(f"\n{LARGE.name} on one GPU of 141 GB, planned for Qwen2.5-32B's shape:\n")
+    print(table(["Count of a start", ""], planned()))
     write(options.out, {"machine": machine(), "starts": starts, "refused": refused})
 
 

@@ -58,7 +58,9 @@ def test_start_ends_at_the_first_generation(tiny_model: Path, tmp_path: Path) ->
     settings = {"model_name_or_path": tiny_model, "max_steps": 1}
     flags = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
     stages = startup.measure(["--config", str(startup.RECIPE), *flags], ranks=1)
-    assert {"import vllm", "engine and policy brought together", "dataset"} <= set(stages)
+    assert {"import vllm", "engine and policy brought together", "dataset"} <= set(stages["seconds"])
+    assert {"forwards of the policy on the cpu", "forwards of the engine on the cpu"} == set(stages["counts"])
+    assert [count for _, count in startup.planned()] == ["55", "459"]
 
 
 @pytest.mark.slow
