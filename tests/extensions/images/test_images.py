@@ -476,7 +476,7 @@ def test_a_policy_in_rows_ends_with_the_bits_of_whole_ones(
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
-def test_a_policy_in_rows_goes_on_with_the_bits_of_a_run_in_one_go(family: str, tmp_path: Path) -> None:
+def test_fsdp_resume_matches_an_uninterrupted_run(family: str, tmp_path: Path) -> None:
     """FSDP resumes with the bits of an uninterrupted run. Its checkpoint has the names of published ones."""
     model = tiny_images.make_model(tmp_path / "model", family)
 

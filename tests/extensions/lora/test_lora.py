@@ -81,7 +81,7 @@ def test_a_layer_amounts_to_what_peft_merges(tiny_qwen, changes) -> None:
         torch.testing.assert_close(weight, merged[f"{name}.weight"].detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_that_is_trained_whole_is_the_one_that_logits_come_from(tiny_qwen) -> None:
+def test_logits_come_from_the_fully_trained_head(tiny_qwen) -> None:
     model = adapted(tiny_qwen, modules_to_save=["lm_head"])
     ((name, copied),) = lora.trained_copies(model)
     assert name == "lm_head.weight"
@@ -105,7 +105,7 @@ def test_names_lose_what_peft_and_vllm_add() -> None:
     assert {name: lora.base_name(name) for name in names} == names
 
 
-def test_a_new_adapter_depends_on_the_seed_alone_and_leaves_the_random_state_alone(tiny_model) -> None:
+def test_new_adapter_depends_on_the_seed_alone(tiny_model) -> None:
     """Ranks draw different numbers before they get here, but must start from the same adapter."""
     found = []
     for state in (1, 2):
@@ -197,7 +197,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_adapter_that_can_not_be_trained_is_an_error_with_value_rule_and_remedy(tiny_model, name) -> None:
+def test_untrainable_adapter_error_names_value_rule_and_remedy(tiny_model, name) -> None:
     make, *parts = REFUSED[name]
     with pytest.raises(ValueError) as raised:
         take_adapter(make(tiny_model))
@@ -251,7 +251,7 @@ def test_a_folder_with_an_adapter_alone_is_its_base_with_that_adapter(tiny_model
         load_policy(folder, None, tiny.config(tmp_path), peft.LoraConfig())
 
 
-def test_a_peft_model_is_taken_as_it_is_and_no_second_adapter_beside_it(tiny_model, tmp_path) -> None:
+def test_peft_model_is_kept_and_other_adapters_refused(tiny_model, tmp_path) -> None:
     model, args = adapted(tiny_model), tiny.config(tmp_path, model_init_kwargs=None)
     found = load_policy(model, None, args)
     assert found.model is model and found.path == str(tiny_model) and not found.untouched
@@ -271,7 +271,7 @@ def test_a_bfloat16_policy_trains_its_adapter_in_float32(tiny_model, tmp_path) -
     assert found.model.dtype == torch.bfloat16
 
 
-def test_a_float32_adapter_keeps_a_bfloat16_layers_input_once_and_as_it_is(tiny_model) -> None:
+def test_float32_adapter_keeps_one_bfloat16_input_per_layer(tiny_model) -> None:
     """Results have the same bits. A copied model computes with its own weights, and DoRA computes as in peft."""
     model = adapted(tiny_model, torch.bfloat16).train()
     row_proof.choose_rows(model)

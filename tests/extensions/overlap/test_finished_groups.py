@@ -51,7 +51,8 @@ def positions(taken: list[ScoredGroup]) -> list[int]:
     return [scored.group.position for scored in taken]
 
 
-def test_a_rank_takes_its_own_groups_and_then_those_that_another_offers_between_two_steps(ranks: Make) -> None:
+def test_rank_takes_own_groups_before_offered_ones(ranks: Make) -> None:
+    """Ranks offer groups between two steps of their engine, once another rank wants some."""
     first, second = ranks(2)
     for one in (group(0, 4), group(1, 6, 6), group(99, 4)):  # the last is of a later step
         first.add(one)
@@ -107,7 +108,8 @@ def test_no_group_is_taken_twice(ranks: Make) -> None:
     assert sorted(found) == list(range(40))
 
 
-def test_ranks_of_an_engine_take_from_its_first_rank_alone_unless_groups_move_between_engines(ranks: Make) -> None:
+def test_groups_move_between_engines_only_if_enabled(ranks: Make) -> None:
+    """Ranks of one engine otherwise take groups from its first rank alone."""
     for between, wanted in ((False, []), (True, [0])):
         first, _, _, last = ranks(4, ranks_per_engine=2, between_engines=between)
         first.add(group(0, 4))
@@ -157,7 +159,7 @@ def test_tokens_are_a_row_s(ranks: Make) -> None:
 # -- the record
 
 
-def test_a_partition_is_read_as_it_was_noted_and_what_isn_t_one_is_none(tmp_path) -> None:
+def test_partition_reads_back_and_invalid_lines_give_none(tmp_path) -> None:
     partition = (((4, 2), (7,)), ())
     assert read_partition(tmp_path, 3) is None
     (tmp_path / FILE).write_text('{"step": 3, "ra\n[]\n{"step": 3, "ranks": [[[[1, ["x"]]]]]}\n')

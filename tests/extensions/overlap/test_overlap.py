@@ -49,7 +49,7 @@ def test_a_rank_trains_groups_of_another_that_still_samples(compared: Path) -> N
 
 
 @pytest.mark.engine
-def test_the_report_shows_what_was_trained_beside_the_tail_and_when_all_had_sampled(compared: Path) -> None:
+def test_report_shows_early_training_and_sampling_end(compared: Path) -> None:
     run, first = compared / "overlapped", results(compared, "compare")[0]["overlapped"]
     found = [event for event in events_of(run) if event["kind"] == "rollout"]
     lanes, others = ([event for event in found if event["rank"] == rank] for rank in range(2))
@@ -96,9 +96,8 @@ def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_mod
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_others(
-    compared: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_early_micro_batch_without_memory_trains_later(compared: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Trains the micro-batch with the others of its step."""
     done = start(tiny_model, tmp_path, "memory")
     assert done.returncode == 0, done.stderr[-3000:]
     early = [step["train/early_tokens"] for step in results(tmp_path, "memory")[0]["overlapped"]["steps"]]

@@ -237,9 +237,7 @@ def packed_checkpoint(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.engine
-def test_a_packed_checkpoint_is_trained_with_an_adapter_that_is_merged_on_its_way(
-    packed_checkpoint, tmp_path, closing
-) -> None:
+def test_packed_checkpoint_trains_with_a_merged_adapter(packed_checkpoint, tmp_path, closing) -> None:
     """DoRA, biases and an untied head. vLLM skips the folder's weights and gets all weights from the policy."""
     trainer = closing(build(packed_checkpoint, tmp_path, None, adapter(use_dora=True)))
     assert trainer.policy.quantization.in_checkpoint and trainer.engine.blank
@@ -272,7 +270,8 @@ def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_
     tried("qwen2", "qlora")
 
 
-def test_layers_that_compiled_code_reads_by_number_are_part_of_its_caches_key() -> None:
+def test_layer_numbers_are_part_of_compile_cache_key() -> None:
+    """Compiled code reads layers by number."""
     first, second, other = (ServedLayers(lambda tensors: {}) for _ in range(3))
     first.reserve(["up", "down"])
     first.add("down", ())
@@ -470,7 +469,7 @@ def as_published(tmp_path: Path) -> Path:
     return folder
 
 
-def test_gpt_oss_as_published_is_refused_with_code_that_makes_a_copy_to_train(tmp_path, capsys) -> None:
+def test_published_gpt_oss_refusal_shows_working_conversion_code(tmp_path, capsys) -> None:
     published, copy = as_published(tmp_path), tmp_path / "copy"
     with pytest.raises(ValueError, match=r"'mxfp4', as gpt-oss is published.*write a copy in bfloat16") as refusal:
         check_supported(str(published), config(tmp_path / "run"))

@@ -52,7 +52,7 @@ TWO = [make_group("p0", [2, 3], [[1.0], [0.0]]), make_group("p1", [4, 5, 6], [[0
 TEXTS = [["a0", "a1"], ["b0", "b1", "b2"]]
 
 
-def test_a_row_holds_the_prompt_the_completion_its_rewards_advantage_tokens_and_end() -> None:
+def test_row_shows_texts_rewards_advantage_tokens_and_end() -> None:
     group = make_group("two plus two", [2, 7], [[1.0, math.nan], [0.25, -3.0]], [0.5, -0.5])
     table = show([group], [["four", "five"]], reward_names=["right", "short"])
     assert [str(c.header) for c in table.columns] == [

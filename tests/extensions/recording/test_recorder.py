@@ -385,7 +385,7 @@ def test_the_cost_of_a_record(recorded: Any) -> None:
 
 
 @pytest.mark.engine
-def test_how_a_run_ends_is_told_also_where_it_fails_or_is_stopped(recorded: Any, tmp_path: Path) -> None:
+def test_run_is_recorded_as_finished_failed_or_stopped(recorded: Any, tmp_path: Path) -> None:
     trainer, record = recorded.trainer, recorded.trainer.recorder
     record.file = EventLog(tmp_path, pytest.fail)
 

@@ -35,7 +35,7 @@ def train(model: Path, folder: Path, **changes: Any) -> tuple[dict[int, list[Any
     return logged, {step: [row.extra for row in rows[::4]] for step, rows in steps.items()}, weights
 
 
-def test_the_order_in_which_rewards_come_back_changes_nothing_nor_does_a_resume(
+def test_reward_order_and_resume_change_nothing(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One run scores in its own process. The other is resumed at its middle, and its two workers end the last first."""

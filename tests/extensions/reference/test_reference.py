@@ -118,7 +118,8 @@ def test_a_frozen_copy_stays_what_the_policy_was(tiny_model, tmp_path, dtype, of
     assert [p.data_ptr() for p in reference.model.parameters()] == places, "home again"
 
 
-def test_the_reference_of_a_model_given_as_an_object_has_its_weights_not_its_checkpoint_s(tiny_model, tmp_path) -> None:
+def test_reference_has_the_given_model_objects_weights(tiny_model, tmp_path) -> None:
+    """Weights of the checkpoint on disk are different."""
     given = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     disturb(given)
     policy = policy_of(given, tmp_path, model_init_kwargs=None)
@@ -383,9 +384,7 @@ def test_an_adapter_is_held_to_its_base(tiny_model, tmp_path, closing) -> None:
 
 
 @pytest.mark.engine
-def test_the_loss_of_an_evaluation_has_the_reference_and_the_scale_over_its_groups(
-    tiny_model, tmp_path, closing
-) -> None:
+def test_evaluation_loss_uses_reference_and_batch_scale(tiny_model, tmp_path, closing) -> None:
     trainer = closing(trainer_of(tiny_model, tmp_path, loss_eval=True, scale_rewards="batch"))
     metrics = trainer.evaluate(tiny.prompts(4))
     rows = [row for row, _ in trainer.rows[1]]

@@ -53,7 +53,8 @@ def test_each_remedy_is_tried(qwen: Path) -> None:
     assert remedies(tiny, "fsdp").startswith("no single change")
 
 
-def test_rows_are_shared_out_where_the_run_can_and_by_as_many_ranks_as_a_machine_has(qwen: Path) -> None:
+def test_sequence_parallelism_is_suggested_only_where_possible(qwen: Path) -> None:
+    """Suggests at most as many ranks per sequence as a machine has."""
     long = large.run(qwen, length=2**18, lengths=Lengths(2**10, 2**18 - 2**10, 8), ranks=16, can_stream=True)
     assert "sequence_parallel_size" not in remedies(long, "gradients"), "the model or the settings don't let it"
     able = large.changed(long, can_share_rows=True)

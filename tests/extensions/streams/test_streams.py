@@ -52,7 +52,7 @@ def test_a_stream_gives_whole_rounds_and_begins_anew(tokenizer: Any) -> None:
     assert take(prompts, 2) == [[(0, 0), (1, 1)], [(0, 2), (1, 3)]]
 
 
-def test_a_shuffled_stream_is_another_in_each_pass_and_the_same_in_each_run(tokenizer: Any) -> None:
+def test_stream_shuffle_depends_on_seed_and_pass(tokenizer: Any) -> None:
     passes = [take(streamed(tokenizer, shuffle_dataset=True, seed=seed), 10) for seed in (1, 1, 2)]
     rows = [[row for step in items for row, _ in step] for items in passes]
     assert rows[0] == rows[1] != rows[2] and rows[0][:10] != rows[0][10:]

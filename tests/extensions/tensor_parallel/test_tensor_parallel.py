@@ -90,7 +90,7 @@ def test_other_shapes_and_engines_train_as_one_rank_does(
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_parameter_that_one_rank_has_a_copy_of_is_named_on_all(tiny_model: Path, tmp_path: Path) -> None:
+def test_all_ranks_name_a_parameter_copied_on_one(tiny_model: Path, tmp_path: Path) -> None:
     done = start("detached_ranks.py", 2, tiny_model, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"detached-{rank}.json").read_text()) for rank in range(2)]
@@ -220,7 +220,8 @@ def test_each_fused_part_is_split_by_itself() -> None:
     assert [rows_of(rank["up_proj"]) for rank in ranks] == [(0, 3), (3, 3)]
 
 
-def test_a_matrix_whose_outputs_are_added_up_is_split_by_columns_and_a_norm_is_whole() -> None:
+def test_down_projection_splits_columns_and_norm_stays_whole() -> None:
+    """Outputs of the down projection are added up over the ranks."""
     ranks = cuts(Part(down_proj=(4, 6), norm=(4,)), Part(down_proj=(4, 3), norm=(4,)), 2)
     assert [rank["down_proj"].cut for rank in ranks] == [(slice(None), slice(0, 3)), (slice(None), slice(3, 6))]
     assert [rank["norm"].cut for rank in ranks] == [(), ()]

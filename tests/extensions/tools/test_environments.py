@@ -130,7 +130,7 @@ def here(a: int, b: int) -> str:
     return threading.current_thread().name
 
 
-def test_a_tool_that_is_declared_to_need_the_main_thread_runs_there_from_the_first_call_on(workers: int) -> None:
+def test_main_thread_tool_runs_there_from_first_call(workers: int) -> None:
     """A tool with `signal.alarm` needs the main thread and runs there from its first call on."""
     box = Toolbox([tool_cases.alarmed, here, tool_cases.add], None, workers, main_thread=["alarmed", "here"])
     main = threading.current_thread().name
@@ -143,7 +143,7 @@ def test_a_tool_that_is_declared_to_need_the_main_thread_runs_there_from_the_fir
     assert (counts["tools/calls"], counts["tools/failures"]) == (4, 0)
 
 
-def test_a_tool_that_is_declared_may_use_a_connection_that_was_opened_in_the_main_thread() -> None:
+def test_main_thread_tool_may_use_main_thread_connection() -> None:
     database = sqlite3.connect(":memory:")
 
     def query(sql: str) -> str:
