@@ -263,7 +263,7 @@ def test_a_bfloat16_head_gives_float32_log_probabilities() -> None:
     torch.testing.assert_close(logprob, full_softmax(head, 1.0)[0])
 
 
-def test_the_entropy_of_a_flat_distribution_is_log_v_and_of_a_sure_one_zero() -> None:
+def test_entropy_extremes_are_zero_and_log_v() -> None:
     labels = torch.tensor([3])
     flat = label_logprobs(torch.zeros(1, 4), torch.randn(VOCABULARY, 4), None, labels, 1.0, PLAIN)
     for found in (flat[1], -flat[0]):

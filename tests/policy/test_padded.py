@@ -166,9 +166,7 @@ def test_under_autocast_the_rounding_is_that_of_16_bits() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["_segment_attention", "calls_one_by_one"])
-def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(
-    monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
+def test_rows_that_fail_the_training_kernel_are_padded(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """The rows pass when the model is loaded. Then a 16-bit kernel loses the prompt. The reference changes to the same
     rows, and so does a rank with a correct kernel."""
     own = getattr(attention, kernel)

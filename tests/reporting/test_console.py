@@ -54,7 +54,7 @@ def test_the_last_rewards_are_none_of_the_first() -> None:
         (10_000, 100, "10 h 05 min left (2026-05-01 14:32)", "1250.00 s: generate 584.00, train 651.00 | 10 h"),
     ],
 )
-def test_a_step_s_line_fits_a_terminal_with_the_phases_that_take_long(
+def test_step_lines_show_long_phases_in_120_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, steps: int, factor: int, left: str, shown: str
 ) -> None:
     monkeypatch.setattr(Console, "_time_left", lambda *_: left)

@@ -36,7 +36,8 @@ def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_reward_ends_the_step_on_both_ranks_and_leaves_the_weights(ranks, case: str) -> None:
+def test_invalid_rewards_end_the_step_on_both_ranks(ranks, case: str) -> None:
+    """Weights stay as they were."""
     mine, theirs = (rank[case] for rank in ranks)
     assert theirs["problem"].startswith("RewardError: reward function 'faulty', prompt ")
     assert REFUSED[case] in theirs["problem"]

@@ -81,7 +81,7 @@ def test_one_call_for_several_groups_logs_each_completion_in_its_own(scorer_of, 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_bad_use_is_an_error_with_the_functions_name_and_leaves_nothing_logged(scorer_of, workers: int) -> None:
+def test_an_invalid_log_call_names_its_function(scorer_of, workers: int) -> None:
     said = {
         short: "the function logged 2 values in the column 'answer' for 3 completions",
         bare: r"log_extra\('answer', ...\) got 'text' \(str\), but takes a list with one value per completion",

@@ -112,7 +112,7 @@ def test_no_push_takes_it_along() -> None:
 
 
 @pytest.mark.slow  # test_stopping.py has one that a signal cuts
-def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny_model, tmp_path) -> None:
+def test_an_interrupted_round_samples_only_its_missing_groups(whole, tiny_model, tmp_path) -> None:
     folder, first = whole
     shutil.copytree(folder / FOLDER, tmp_path / FOLDER)
     shutil.rmtree(files(tmp_path)[3].parent)

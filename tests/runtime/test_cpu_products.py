@@ -57,7 +57,8 @@ def test_under_autocast_factors_are_rounded_and_gradients_are_float32():
     check((product, *(each.grad.bfloat16() for each in (x, layer.weight, layer.bias))), wanted)
 
 
-def test_a_copy_has_its_own_weights_and_a_layer_gets_its_forward_back():
+def test_copied_layers_multiply_by_their_own_weights():
+    """Layers lose the replaced forward in give_back."""
     layer, x, _ = given()
     cpu_products.take_over(layer)
     other = copy.deepcopy(layer)

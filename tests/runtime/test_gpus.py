@@ -54,7 +54,7 @@ def test_a_torch_without_cuda_is_an_error_too(machine: Path, monkeypatch: pytest
         GRPOConfig(output_dir="unused")
 
 
-def test_the_cpu_is_had_for_the_asking_and_where_there_is_no_gpu(machine: Path) -> None:
+def test_use_cpu_or_no_gpu_selects_the_cpu(machine: Path) -> None:
     assert GRPOConfig(output_dir="unused", use_cpu=True, report_to="none").on_cpu
     (machine / "nvidia0").unlink()
     assert GRPOConfig(output_dir="unused", report_to="none").on_cpu

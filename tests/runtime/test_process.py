@@ -46,7 +46,7 @@ def test_an_error_that_says_all_is_told_without_frames(monkeypatch, capsys) -> N
     assert told == [(ValueError, other, None)]
 
 
-def test_the_collector_rests_while_completions_are_sampled_and_is_left_as_it_was() -> None:
+def test_garbage_collection_pauses_during_sampling_and_is_restored() -> None:
     for was_on in (True, False):
         gc.enable() if was_on else gc.disable()
         try:
@@ -61,7 +61,7 @@ def test_the_collector_rests_while_completions_are_sampled_and_is_left_as_it_was
 # -- Ranks
 
 
-def test_without_a_launcher_this_is_rank_0_of_1_on_a_free_port(environment: dict[str, str]) -> None:
+def test_no_launcher_means_rank_0_of_1(environment: dict[str, str]) -> None:
     prepare_ranks()
     assert {name: environment[name] for name in RANK_VARIABLES[:5]} == {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
@@ -162,9 +162,8 @@ def test_a_free_port_can_be_bound() -> None:
 # -- The network
 
 
-def test_gloo_finds_its_own_interface_on_one_node_and_where_the_host_name_has_an_address(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_interface_is_set_where_gloo_finds_one(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo finds one on a single node, and where the host's name resolves to an address that isn't loopback."""
     environment.update(TORCHRUN, LOCAL_WORLD_SIZE="4")
     monkeypatch.setattr(process.socket, "gethostbyname", lambda name: "127.0.1.1")
     process.prepare_network()

@@ -67,7 +67,7 @@ def test_splitting_and_joining_is_exact_for_every_pattern(masters: torch.Tensor)
 
 
 @pytest.mark.parametrize("masters", [EDGES, random_masters()], ids=["edges", "random"])
-def test_the_parameter_is_the_master_rounded_to_nearest_with_ties_away_from_zero(masters: torch.Tensor) -> None:
+def test_masters_round_to_nearest_ties_away_from_zero(masters: torch.Tensor) -> None:
     toward_zero = (bits(masters) & ~0xFFFF).view(torch.float32)
     away = (bits(toward_zero) + 0x10000).view(torch.float32)
     finite = masters.isfinite() & away.isfinite()
@@ -331,7 +331,7 @@ def test_a_gpu_s_pass_is_compiled_once_for_all_shapes_and_rates() -> None:
     torch._dynamo.reset()
 
 
-def test_a_step_that_cannot_be_compiled_is_torch_s_and_one_line_says_so(
+def test_an_uncompilable_step_warns_once_and_runs_uncompiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails() -> None:

@@ -116,7 +116,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.engine
-def test_two_nodes_train_and_save_and_go_on_after_one_of_them_was_killed(nodes, tiny_model, tmp_path) -> None:
+def test_two_nodes_resume_exactly_after_one_is_killed(nodes, tiny_model, tmp_path) -> None:
     folders = [tmp_path / node.name / "run" for node in nodes]
 
     def arguments(stop_at: int, runs: list[Path]) -> list[list[str]]:

@@ -127,7 +127,7 @@ def test_sharding_changes_no_bit_of_a_run(two, tiny_model, tmp_path, sharding) -
 
 
 @pytest.mark.slow  # test_fsdp.py has the bits without an engine
-def test_a_policy_in_rows_is_published_whole_and_trained_to_the_same_bits(two, tiny_model, tmp_path) -> None:
+def test_fsdp_trains_and_publishes_bit_equal_weights(two, tiny_model, tmp_path) -> None:
     """Compared up to the second step, because the other run's reference then follows its policy, which FSDP can't."""
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "reference", "fsdp")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -142,7 +142,7 @@ def test_a_policy_in_rows_is_published_whole_and_trained_to_the_same_bits(two, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tmp_path, dtype, tried) -> None:
+def test_fsdp_checkpoints_resume_bit_equal_across_sharding_modes(tiny_qwen, tmp_path, dtype, tried) -> None:
     tried("qwen2", "two_ranks")
 
     def final(folder: str, steps: int, sharding: str) -> bytes:
@@ -217,7 +217,7 @@ def test_a_failure_on_one_rank_ends_all_ranks_with_its_message(tiny_model, tmp_p
 
 
 @pytest.mark.slow  # on one rank: test_reward_workers.py; abstentions on two ranks: test_reward_faults.py
-def test_a_reward_that_hangs_on_one_rank_abstains_there_and_the_run_goes_on(tiny_model, tmp_path) -> None:
+def test_a_reward_hanging_on_one_rank_abstains_there(tiny_model, tmp_path) -> None:
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "hangs")
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = results(tmp_path, 2)
@@ -228,9 +228,8 @@ def test_a_reward_that_hangs_on_one_rank_abstains_there_and_the_run_goes_on(tiny
 
 @pytest.mark.slow  # test_token_budget.py has it on one rank
 @pytest.mark.parametrize("sharding", ["gradients", "none"])
-def test_a_rank_that_runs_out_of_memory_makes_all_repeat_the_step_with_the_same_result(
-    two, tiny_model, tmp_path, sharding
-) -> None:
+def test_all_ranks_repeat_an_out_of_memory_step(two, tiny_model, tmp_path, sharding) -> None:
+    """Memory runs out on one rank only. Losses equal a fault-free run's."""
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "memory", sharding)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "memory: step 1 ran out of memory and is repeated" in done.stdout

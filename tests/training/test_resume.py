@@ -62,7 +62,8 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_model, tmp_path, uninterrupted, m
     assert not list(run_dir.glob(".*")), "what the kill left behind is swept up"
 
 
-def test_a_streamed_run_resumes_bit_for_bit_and_a_finished_one_has_its_optimizer(tiny_model, tmp_path, closing) -> None:
+def test_a_streamed_run_resumes_bit_for_bit(tiny_model, tmp_path, closing) -> None:
+    """Optimizer and scheduler are restored when a finished run is resumed, too."""
     rows = tiny.prompts(11)
     stream = IterableDataset.from_generator(lambda: iter(rows))
     args = tiny.config(tmp_path, prompts_per_step=2, max_steps=4, save_strategy="steps", save_steps=2)

@@ -107,9 +107,7 @@ def test_a_fraction_of_an_epoch_ends_with_a_round_and_its_checkpoint(tiny_model,
     assert checkpoints(tmp_path) == ["checkpoint-4"]
 
 
-def test_a_run_that_a_callback_stops_within_a_round_says_that_it_left_no_checkpoint(
-    tiny_model, tmp_path, closing, capfd
-) -> None:
+def test_stopping_mid_round_reports_the_missing_checkpoint(tiny_model, tmp_path, closing, capfd) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == at

@@ -50,9 +50,7 @@ def make_trainer(model, folder, look=None, cls=GRPOTrainer, reward=tiny.vowels, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_after_every_publish_of_a_copy_the_engine_holds_the_policys_weights_bit_for_bit(
-    tiny_model, tmp_path, closing, dtype
-) -> None:
+def test_every_publish_copies_the_weights_bit_for_bit(tiny_model, tmp_path, closing, dtype) -> None:
     seen: list[tuple[int, list[str], int]] = []
 
     class Publishing(GRPOTrainer):
@@ -153,9 +151,7 @@ def test_a_model_that_cannot_be_packed_trains_padded_to_the_same_result(
     assert losses["padded"] == pytest.approx(losses["packed"], rel=1e-3, abs=1e-5)
 
 
-def test_groups_without_a_reward_difference_cost_no_forward_and_the_step_is_taken(
-    tiny_model, tmp_path, closing
-) -> None:
+def test_equal_rewards_skip_forwards_but_take_the_step(tiny_model, tmp_path, closing) -> None:
     def equal(completions, **kwargs):
         return [1.0] * len(completions)
 
@@ -306,7 +302,7 @@ def test_an_ordinary_optimizer_trains_a_bfloat16_policy_too(tiny_model, tmp_path
     assert "`adamw_split` doesn't" in capfd.readouterr().out
 
 
-def test_a_nan_loss_names_step_and_micro_batch_and_nothing_is_saved_after_it(tiny_model, tmp_path, closing) -> None:
+def test_a_nan_loss_names_step_and_micro_batch(tiny_model, tmp_path, closing) -> None:
     class Broken(GRPOTrainer):
         def compute_loss(self, model, micro_batch, **kwargs):
             output = super().compute_loss(model, micro_batch)

@@ -56,7 +56,7 @@ def run(scorer: Scorer, state: Any = None) -> list[list[float]]:
     return scorer.submit([make_group()], [texts()], state).result().T.tolist()
 
 
-def test_where_nothing_is_said_a_gpu_s_run_has_workers_for_functions_of_modules(scorer_of, monkeypatch) -> None:
+def test_gpu_runs_default_to_workers_for_module_functions(scorer_of, monkeypatch) -> None:
     """Closures and callables with a state stay in the process. On a CPU all functions stay in the process."""
     monkeypatch.setattr(scoring_module.process, "cpu_threads", lambda: 3)
     seen: list[int] = []
@@ -127,7 +127,7 @@ def test_a_late_function_abstains_and_its_worker_is_replaced(scorer_of) -> None:
         (lambda **kwargs: [1.0, 2.0, threading.Lock()], "cannot pickle"),
     ],
 )
-def test_what_is_no_reward_is_an_error_with_its_name_and_abstains_where_asked(scorer_of, function, said) -> None:
+def test_an_invalid_reward_names_its_function_or_abstains(scorer_of, function, said) -> None:
     with pytest.raises(RewardError, match=said.replace("\\\\", "\\")) as caught:
         run(scorer_of(function))
     assert repr(function.__name__) in str(caught.value) and "prompt 17" in str(caught.value)
@@ -317,7 +317,7 @@ def test_groups_are_scored_as_they_finish_while_others_decode(tiny_model, tmp_pa
     assert entry["rewards/vowels/seconds"] > 0
 
 
-def test_an_async_call_that_blocks_the_loop_ends_the_run_with_its_name(scorer_of, monkeypatch) -> None:
+def test_a_blocked_event_loop_names_the_function(scorer_of, monkeypatch) -> None:
     monkeypatch.setattr(scoring_module, "GRACE", 0.3)
 
     told = threading.Event()
@@ -333,7 +333,7 @@ def test_an_async_call_that_blocks_the_loop_ends_the_run_with_its_name(scorer_of
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_function_that_asks_the_process_to_end_is_an_error_of_its_own(scorer_of, kind: str) -> None:
+def test_system_exit_in_a_reward_raises_reward_error(scorer_of, kind: str) -> None:
     def leaves(completions: list[str], **kwargs: Any) -> list[float]:
         raise SystemExit(0)
 
