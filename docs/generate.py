@@ -109,8 +109,8 @@ matrices and no adapter.
 
 A run starts with a table of each rank's memory while it samples and while it trains. On a GPU the KV cache takes the
 rest: 92 % of the GPU minus weights, gradients, optimizer and a micro-batch, at most the need of one generation, at
-least one full sequence. `vllm_gpu_memory_utilization` overrides that ([out of memory](guide/out-of-memory.md)). On a CPU
-a run that doesn't fit gets a line, not an error."""
+least one full sequence. `vllm_gpu_memory_utilization` overrides that ([out of memory](guide/out-of-memory.md)). On a
+CPU a run that doesn't fit gets a line, not an error."""
 
 GROUPS = (
     (GRPOConfig, "The run: `GRPOConfig`", "Fields of Colograd, and fields of transformers with another default."),

@@ -277,3 +277,13 @@ def test_no_function_has_many_parameters(path: Path) -> None:
     own = own_name(path)
     many = {(own, name) for name, count in functions(tree(path)) if count > MOST_PARAMETERS}
     assert not many - MANY_PARAMETERS, f"more than {MOST_PARAMETERS}: pass a class"
+
+
+def test_test_names_are_short_and_docstrings_plain() -> None:
+    """A test's name has at most 12 words. No docstring, of the package either, starts with What, Of or Those."""
+    for path in (*FILES, *sorted(TESTS.rglob("*.py"))):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                assert not re.match(r"(What|Of|Those)\b", ast.get_docstring(node) or ""), f"{path}: a docstring"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                assert node.name.count("_") <= 12, f"{path}: {node.name}"
