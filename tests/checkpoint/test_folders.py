@@ -239,16 +239,18 @@ def test_sigterm_is_noticed_and_given_back() -> None:
 def test_failing_rank_ignores_sigterm_until_it_has_reported(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun sends SIGTERM to the other ranks as soon as one rank is dead."""
     monkeypatch.setattr("colograd.training.checkpointer.world_size", lambda: ranks)
-    before, checkpointer = signal.getsignal(signal.SIGTERM), Checkpointer.__new__(Checkpointer)
+    # An earlier test's trainer may have left its handler.
+    earlier, checkpointer = signal.signal(signal.SIGTERM, signal.SIG_DFL), Checkpointer.__new__(Checkpointer)
     checkpointer.stop_signal, checkpointer.finish_alone = StopSignal(), lambda: None  # type: ignore[method-assign]
     checkpointer.trainer = SimpleNamespace()  # type: ignore[assignment]
     with pytest.raises(RuntimeError), checkpointer.during_training():
         raise RuntimeError("rank 0 is gone")
     try:
-        assert (signal.getsignal(signal.SIGTERM) is before) == (ranks == 1)
-    finally:
+        assert (signal.getsignal(signal.SIGTERM) is signal.SIG_DFL) == (ranks == 1)
         checkpointer.stop_signal.remove()
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def test_another_thread_leaves_signals_alone() -> None:
