@@ -71,7 +71,7 @@ class StepKnobs(TrainingArguments):
             return
         try:
             self.max_tokens_per_microbatch = int(budget)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"`max_tokens_per_microbatch` is {budget!r}, but must be a number of tokens or `auto`: choose one."
             ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
         # As in TRL: each part gives its first rows, as many as the fractions allow without repeating a row.
-        if any(not isinstance(fraction, int | float) or fraction < 0 for fraction in fractions) or not sum(fractions):
+        if not all(isinstance(one, int | float) and 0 <= one < math.inf for one in fractions) or not sum(fractions):
             remedy = "set a positive number in every entry, or remove `fraction` from all entries"
             raise ValueError(f"`fraction` is {fractions} in `datasets`: {remedy}.")
         if not all(isinstance(part, Dataset) for part in parts):

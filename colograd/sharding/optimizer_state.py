@@ -166,7 +166,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # `mmap`: a rank reads only its part
     if saved["state"].keys() - range(len(order)):
         raise ValueError(
-            f"{str(path)!r} has the state of {len(saved['state'])} parameters, but this run trains {len(order)}. "
+            f"{str(path)!r} has the optimizer state of more than the {len(order)} parameters that this run trains. "
             "Resume from a checkpoint of this model."
         )
     stored: dict[str, dict[str, list[Stored]]] = {}

@@ -256,7 +256,7 @@ def test_tensor_larger_than_its_file_is_refused(tmp_path: Path, contents: dict[s
 def test_optimizer_of_more_parameters_is_refused(tmp_path: Path, contents: dict[str, bytes]) -> None:
     (tmp_path / "trainer_state.json").write_bytes(contents["trainer_state.json"])
     torch.save({"state": {99: {"step": torch.tensor(1.0)}}, "param_groups": [{}]}, tmp_path / "optimizer.pt")
-    assert "has the state of 1 parameters, but this run trains" in attempt(load_optimizer, tmp_path)
+    assert "has the optimizer state of more than the" in attempt(load_optimizer, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "a/b", "..", 7, None, "a\0b"])

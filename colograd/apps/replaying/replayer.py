@@ -71,7 +71,7 @@ class ReplayStore(RolloutStore):
                 recorded = f"{len(rounds)} round(s) of {steps_named(rounds[0] + 1, rounds[-1] + args.round_length)}"
             later = sorted(step for step in complete_steps(str(self.replay.run)) if step > start)
             others = f" (all checkpoints: steps {', '.join(map(str, later))})" if later else ""
-            origin = f"checkpoint-{start}" if start else f"the initial model, as no checkpoint is earlier{others}"
+            origin = f"checkpoint-{start}" if start else f"the initial model, as no whole checkpoint is earlier{others}"
             raise JournalError(
                 f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: the "
                 f"replay would begin at {origin}, but the round of {steps_named(step + 1, step + args.round_length)} "

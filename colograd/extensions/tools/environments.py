@@ -193,7 +193,7 @@ class Environments:
             most = f" Up to {self._limit} environments are in use at once on a rank."
             raise ValueError(
                 f"environment_factory {name!r} couldn't make environment {len(self._known) + 1} of this rank"
-                f"{f' ({place})' if place else ''}: {outcome.value[0].removesuffix(': ')}."
+                f"{f' ({place})' if place else ''}: {outcome.value[0].removesuffix(': ').removesuffix('.')}."
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))

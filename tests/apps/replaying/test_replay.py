@@ -190,7 +190,7 @@ def test_rounds_that_are_gone_are_an_error_with_the_remedy(run: Path, capfd: Any
     assert "`journal: keep` records all rounds" in said and "save_steps" in said
     shutil.rmtree(copy / FOLDER / "step-00000000")
     assert replay(copy, "--step", "2") == 2
-    assert "initial model, as no checkpoint is earlier (all checkpoints: steps 2, 4, 6)" in capfd.readouterr().err
+    assert "initial model, as no whole checkpoint is earlier (all checkpoints: steps 2, 4, 6)" in capfd.readouterr().err
     (copy / FOLDER / "recipe.yaml").unlink()
     assert replay(copy, "--step", "6") == 2
     assert "has no recorded recipe (_journal/recipe.yaml)" in capfd.readouterr().err
