@@ -53,9 +53,15 @@ def fail() -> None:
         time.sleep(15)
     if FAULT == "stops":
         faults.tell_stop("SIGTERM", 30.0)
-        time.sleep(2)
+        while dist.distributed_c10d._get_default_store().add("told", 0) < world_size():
+            time.sleep(0.05)
     if FAULT in ("raises", "early"):
         raise ValueError("no room on the last rank")
+
+
+def hear(name: str, seconds: float) -> None:
+    print(f"told: {name}, {seconds:g} s", flush=True)
+    dist.distributed_c10d._get_default_store().add("told", 1)
 
 
 @ends_together("the start")
@@ -89,7 +95,7 @@ def main() -> None:
     atexit.register(lambda: print(f"at its end: {'waits' if dist.is_initialized() else 'has parted'}"))
     process.prepare_network()
     join(timedelta(seconds=LIMIT))
-    faults.stop_listeners.append(lambda name, seconds: print(f"told: {name}, {seconds:g} s", flush=True))
+    faults.stop_listeners.append(hear)
     begin()
     if FAULT == "early" and not is_failing():
         time.sleep(2)
